@@ -1,0 +1,35 @@
+# make test | demo | bench | lint: each sets up .venv by itself; all they need is Python 3.10+ and make.
+PYTHON ?= python3
+BIN := .venv/bin
+# several processes share the cores in tests and demo
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: test demo bench lint format clean
+
+test: .venv/ready
+	$(BIN)/python -m pytest
+
+demo: .venv/ready
+	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/digits.py
+
+bench: .venv/ready
+	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/core.py --out benchmarks/results/core.json
+
+lint: .venv/ready
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+format: .venv/ready
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+clean:
+	rm -rf .venv
+
+# torch goes first: with the pinned build in place, nothing else pulls another one
+.venv/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch numpy
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@

@@ -1,0 +1,233 @@
+"""Gossip-PGA and Gossip-AGA (Algorithms 1 and 2 of the paper), and the methods that are special cases of them.
+
+All are one recursion on the stacked models X = [x_1 ... x_n]:
+
+    x_i^(k+1/2) = the local optimizer's step of node i
+    X^(k+1)     = M_k X^(k+1/2)        M_k = W_k (gossip)  or  J = 11'/n (global average)
+
+What the round is (gossip, global, none) is decided once a step, on the host, from numbers that are equal on every node. The mixing is
+then applied bucket by bucket, by whichever engine runs it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from rumor.engine import Buckets, Engine, Pending
+from rumor.schedule import Adaptive, Never, Periodic, Schedule, ScheduleState
+from rumor.topology import Topology, complete, isolated
+
+Round = Literal["gossip", "global", "none"]
+
+
+@dataclass
+class Flight:
+    """Messages under way: what each bucket sent and what is to come of it; at a global round, float buffers and loss as well."""
+
+    sent: list[Tensor]
+    pending: list[Pending]
+    buffers: list[Pending] = field(default_factory=list)
+    loss: Pending | None = None  # where it does not travel with the first bucket
+
+
+@dataclass
+class State:
+    """All that an algorithm remembers between steps: plain numbers, tensors by name, and what is under way.
+
+    Attributes:
+        schedule: where the schedule stands; its k counts the steps.
+        buckets: tensors that a method keeps for each bucket (SlowMo's u, push-sum's x).
+        scalars: numbers that it keeps for each node, [*nodes, 1].
+        flight: messages that the next step will use (delay=1).
+        relays: room for what is passed on (average_rounds); not worth saving.
+    """
+
+    schedule: ScheduleState
+    buckets: dict[str, list[Tensor]] = field(default_factory=dict)
+    scalars: dict[str, Tensor] = field(default_factory=dict)
+    flight: Flight | None = None
+    relays: list[Tensor] = field(default_factory=list)
+
+
+class Algorithm(Protocol):
+    """What the Averager and the Simulator need of a method. It is a value: all that changes is in the State."""
+
+    topology: Topology
+
+    @property
+    def delay(self) -> int: ...
+    @property
+    def needs_loss(self) -> bool: ...
+    @property
+    def needs_lr(self) -> bool: ...
+    def start(self, x: Buckets, engine: Engine) -> State: ...
+    def round(self, state: State) -> Round: ...
+    def step(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None: ...
+    def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None: ...
+
+
+@dataclass(frozen=True)
+class GossipPGA:
+    """Gossip over `topology` at every step, and a global average where `schedule` says so.
+
+    delay = 0:  x^(k+1) = M_k x^(k+1/2)                                   (Algorithm 1)
+    delay = 1:  x^(k+1) = x^(k+1/2) + (M_k - I) x^(k)                     (x^(k) travels while step k computes)
+
+    `average_rounds` = m replaces the all-reduce of a global round by m gossip steps, M_k = W_(k+m-1) ... W_k.
+    """
+
+    topology: Topology
+    schedule: Schedule
+    delay: int = 0
+    average_rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.topology.push_only:
+            raise ValueError(f"{self.topology} is column stochastic: only osgp can use it; from_networkx(graph) gives symmetric weights")
+        if self.delay not in (0, 1):
+            raise ValueError(f"delay must be 0 or 1 (an older message diverges), got delay={self.delay!r}")
+        if self.average_rounds is not None and (self.average_rounds < 1 or not self.topology.has_links):
+            raise ValueError(f"average_rounds={self.average_rounds} on {self.topology}: it takes >= 1 gossip steps, over links, to average")
+
+    @property
+    def needs_loss(self) -> bool:
+        return self.schedule.needs_loss
+
+    @property
+    def needs_lr(self) -> bool:
+        return False
+
+    def start(self, x: Buckets, engine: Engine) -> State:
+        return State(self.schedule.start())
+
+    def round(self, state: State) -> Round:
+        if self.schedule.is_global(state.schedule):
+            return "global"
+        return "gossip" if self.topology.has_links else "none"
+
+    def step(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None:
+        if self.delay == 0:
+            state.flight = self.send(x, buffers, state, engine, loss)
+            self.receive(x, buffers, state, engine, lr)
+        else:
+            self.receive(x, buffers, state, engine, lr)
+            state.flight = self.send(x, buffers, state, engine, loss)
+
+    def send(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None) -> Flight | None:
+        """Posts the round that the state stands before; at a global one the loss travels with the first bucket."""
+        k, kind = state.schedule.k, self.round(state)
+        if kind == "none":
+            return None
+        flight = Flight([], [])
+        all_reduce = self.topology.is_complete or (kind == "global" and self.average_rounds is None)
+        for b in range(len(x)):
+            flight.sent.append(x.read(b))
+            if all_reduce:
+                flight.pending.append(engine.mean(flight.sent[b], k, loss if b == 0 else None))
+            else:
+                flight.pending.append(engine.gossip(flight.sent[b], self.topology, k))
+        if kind == "global":
+            flight.buffers = [engine.mean(buffers.read(b), k) for b in range(len(buffers))]
+            if loss is not None and not all_reduce:  # gossip would leave each node with another loss, hence another period
+                flight.loss = engine.mean(loss, k, loss)
+        return flight
+
+    def receive(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, lr: float | None) -> None:
+        """Applies the round that is under way (none at the first delayed step: all start alike, so M_0 x^(0) = x^(0))."""
+        flight, state.flight = state.flight, None
+        kind, loss = self.round(state), None
+        if flight is not None:
+            pending = self.repeat(flight, state, engine) if kind == "global" else flight.pending
+            for b, message in enumerate(pending):
+                mixed = message.wait()
+                loss = mixed.scalars.clone() if b == 0 else loss
+                if self.delay == 1:
+                    x.add(b, mixed.x, minus=flight.sent[b])
+                elif kind == "global":
+                    self.write_mean(x, b, mixed.x, state, lr)
+                else:
+                    x.write(b, mixed.x)
+            for b, message in enumerate(flight.buffers):
+                buffers.write(b, message.wait().x)
+            loss = flight.loss.wait().scalars if flight.loss else loss
+        agreed = _one_number(loss) if self.needs_loss and kind == "global" and loss is not None else None
+        state.schedule = self.schedule.next(state.schedule, agreed)
+
+    def write_mean(self, x: Buckets, b: int, mean: Tensor, state: State, lr: float | None) -> None:
+        x.write(b, mean)
+
+    def repeat(self, flight: Flight, state: State, engine: Engine) -> list[Pending]:
+        """What is left of a global average by `average_rounds` gossip steps: the first of them is under way already."""
+        pending = flight.pending
+        for r in range(1, self.average_rounds or 1):
+            if not state.relays:
+                state.relays = [engine.room(x.shape, x.dtype, x.device) for x in flight.sent]
+            relayed = zip(state.relays, pending, strict=True)
+            pending = [engine.gossip(relay.copy_(message.wait().x), self.topology, state.schedule.k + r) for relay, message in relayed]
+        return pending
+
+    def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None:
+        """Waits for what is under way and drops it (it would not move the mean), then averages once more."""
+        if state.flight is not None:
+            for message in (*state.flight.pending, *state.flight.buffers):
+                message.wait()
+            state.flight = None
+        average(x, engine, state.schedule.k)
+        average(buffers, engine, state.schedule.k)
+
+
+def average(x: Buckets, engine: Engine, k: int) -> None:
+    """x <- J x."""
+    pending = [engine.mean(x.read(b), k) for b in range(len(x))]
+    for b, message in enumerate(pending):
+        x.write(b, message.wait().x)
+
+
+def _one_number(loss: Tensor) -> float:
+    if loss.numel() != 1:
+        raise ValueError(
+            f"Gossip-AGA adapts its period to the loss, and {loss.numel()} trials have {loss.numel()} losses: run the trials one by one"
+        )
+    return float(loss)
+
+
+def parallel_sgd(n: int) -> GossipPGA:
+    """A global average at every step: W = 11'/n and H = 1. Equal to DDP for SGD with or without momentum (not for Adam)."""
+    return GossipPGA(complete(n), Periodic(1))
+
+
+def local_sgd(n: int, H: int) -> GossipPGA:
+    """No gossip, a global average every H steps: W = I."""
+    return GossipPGA(isolated(n), Periodic(H))
+
+
+def gossip_sgd(topology: Topology, *, delay: int = 0, average_rounds: int | None = None) -> GossipPGA:
+    """Gossip alone: H = infinity."""
+    return GossipPGA(topology, Never(), delay, average_rounds)
+
+
+def gossip_pga(topology: Topology, H: int, *, delay: int = 0, average_rounds: int | None = None) -> GossipPGA:
+    """Gossip-PGA (Algorithm 1): gossip, and a global average every H steps.
+
+    >>> import rumor
+    >>> rumor.gossip_pga(rumor.ring(8), H=6)
+    GossipPGA(topology=ring(8), schedule=Periodic(H=6), delay=0, average_rounds=None)
+    """
+    return GossipPGA(topology, Periodic(H), delay, average_rounds)
+
+
+def gossip_aga(
+    topology: Topology,
+    warmup: int,
+    H_init: int = 4,
+    H_max: int = 64,
+    exponent: float = 1.0,
+    *,
+    delay: int = 0,
+    average_rounds: int | None = None,
+) -> GossipPGA:
+    """Gossip-AGA (Algorithm 2): the period grows as the loss falls; `warmup` is K_w, in steps."""
+    return GossipPGA(topology, Adaptive(warmup, H_init, H_max, exponent), delay, average_rounds)

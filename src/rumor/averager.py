@@ -1,0 +1,132 @@
+"""Averager: one node among real processes. Build it after the model, call `step` after the optimizer's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rumor.algorithm import Algorithm
+from rumor.flat import Flat
+from rumor.metrics import Metrics
+from rumor.process_group import Group, ProcessGroup, unwrap
+from rumor.run import Run
+
+
+class Averager:
+    """Averages `model` with those of the other nodes, as `algorithm` says. Every node starts from rank 0's model.
+
+    Parameters are written in place and never rebound. Frozen ones (at construction) stay as they are. Float buffers (BatchNorm's) are
+    averaged at global rounds, integer ones and the optimizer's state stay each node's own. Where an optimizer keeps fp32 master copies
+    of half-precision parameters, hand in the module that holds the master copies: the next step would undo the average of the others.
+
+    Args:
+        model: the module that the optimizer trains; not in DistributedDataParallel over the same ranks.
+        algorithm: what `rumor.gossip_pga(...)` and its like return, for as many nodes as the group has ranks.
+        group: the group across nodes that this rank belongs to; the default group if None.
+        local_group: the ranks inside this node, where a node is several GPUs that are kept alike (DDP over this group, say). Their
+            losses are averaged for Gossip-AGA. Each local rank exchanges the whole model with its counterparts in `group`.
+
+    A rank that waits longer than the group's time-out (`init_process_group(timeout=...)`) raises ConnectionError. A model that is not
+    finite raises FloatingPointError on every rank, naming the node and the step.
+    """
+
+    def __init__(self, model: nn.Module, algorithm: Algorithm, *, group: Group | None = None, local_group: Group | None = None):
+        self.engine = ProcessGroup(group)
+        module = unwrap(model, group, local_group)
+        _check_algorithm(algorithm, self.engine.n)
+        self._trained, self._frozen = trained_and_frozen(module)
+        self._buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point() or buffer.is_complex()]
+        self._local_group = local_group
+        shapes = ", ".join(f"{name} {list(p.shape)} {p.dtype}" for name, p in module.named_parameters())
+        self.engine.agree("algorithm", repr(algorithm))
+        self.engine.agree("model", shapes)
+        with torch.no_grad():
+            self.engine.broadcast([*module.parameters(), *module.buffers()])
+            self._x = Flat(self._trained, self.engine.room)
+            self._run = Run(algorithm, self.engine, self._x, Flat(self._buffers, self.engine.room))
+
+    @property
+    def metrics(self) -> Metrics:
+        """Rounds by kind, bytes sent, seconds spent waiting, and the period in force."""
+        return self.engine.metrics
+
+    @torch.no_grad()
+    def step(self, loss: Tensor | float | None = None, lr: float | None = None) -> None:
+        """Mixes the models. Call it once per optimizer step, on every node, also where GradScaler has skipped the optimizer's.
+
+        Args:
+            loss: this node's loss of this step; Gossip-AGA needs it, others ignore it.
+            lr: the current learning rate; SlowMo needs it, others ignore it.
+        """
+        if any(p.requires_grad for p in self._frozen):
+            raise RuntimeError("a parameter that was frozen when the Averager was built now trains: build the Averager after unfreezing")
+        self._x.check_not_moved()
+        k = self._run.k
+        self._run.step(self._as_scalar(loss), lr)
+        self.engine.raise_alarm(k, self._run.algorithm.topology)
+
+    def _as_scalar(self, loss: Tensor | float | None) -> Tensor | None:
+        if loss is None or not self._run.algorithm.needs_loss:
+            return None
+        scalar = torch.as_tensor(loss).detach().to(torch.float64).reshape(-1)
+        if scalar.numel() != 1:
+            raise ValueError(f"step() takes this node's loss as one number, got a tensor of shape {list(torch.as_tensor(loss).shape)}")
+        return scalar if self._local_group is None else self.engine.mean_inside(scalar, self._local_group)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Waits for what is in flight, then averages once more: all nodes end with the same model. A collective."""
+        self._run.finish()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model holds the mean of all nodes (to evaluate or save it); after, its own again. A collective."""
+        own = [t.detach().clone() for t in (*self._trained, *self._buffers)]
+        try:
+            with torch.no_grad():
+                self._run.show_mean()
+            yield
+        finally:
+            with torch.no_grad():
+                for t, value in zip((*self._trained, *self._buffers), own, strict=True):
+                    t.copy_(value)
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """1/n sum_i ||x_i - x_bar||^2 of the trained parameters. A collective."""
+        return self._run.consensus_distance()
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, with the messages in flight; the model and the optimizer are saved beside it, each rank its own."""
+        return {**self._run.state_dict(), "rank": self.engine.rank}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`. Build the Averager first, then load model, optimizer and averager."""
+        if isinstance(state, dict) and state.get("rank", self.engine.rank) != self.engine.rank:
+            raise ValueError(f"this is the state of rank {state['rank']}, but this is rank {self.engine.rank}: each rank loads its own")
+        self._run.load_state_dict(state)
+
+
+def _check_algorithm(algorithm: Algorithm, n: int) -> None:
+    if not hasattr(algorithm, "topology"):
+        raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {algorithm!r}")
+    topology = algorithm.topology
+    if topology.n != n:
+        how = topology.name.split("(")[0]
+        fix = f"build it with {how}({n})" if "<" not in topology.name else f"build it for {n} nodes"
+        raise ValueError(f"this topology is for n={topology.n} nodes, but the group has {n}: {fix}")
+
+
+def trained_and_frozen(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Parameters that are averaged, and those that are left alone because they don't train."""
+    parameters = list(module.parameters())
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        raise ValueError(f"{type(module).__name__} has no parameters that train (of {len(parameters)}): there is nothing to average")
+    return trained, [p for p in parameters if not p.requires_grad]

@@ -1,0 +1,331 @@
+"""ProcessGroup: the engine of real processes, one node a rank, over any `torch.distributed` group.
+
+A message is a bucket with a head of a few float64 numbers in front: whether the bucket is finite, the alarm (below), and scalars that
+travel along. Messages to and from all neighbours are posted at once, bucket by bucket, so that both directions of every link are busy.
+
+The alarm. A model that is not finite must not spread: receivers put their own model in the place of a bucket whose head says that it is
+not finite, and note which node sent it and when, as a number that is the smaller the earlier; heads carry it on. By the next global
+round, or when word of it has had time to reach everyone, every rank raises. A gossip step reads the head where it lies: no further
+collective, and on a GPU no synchronisation.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from rumor.engine import NO_SCALARS, Mixed, Pending, accumulator
+from rumor.flat import as_real
+from rumor.metrics import Metrics
+from rumor.topology import Topology
+
+Group = dist.ProcessGroup
+
+HEAD = 8  # float64 numbers in front of a bucket: [sum, alarm, scalars ...]; 64 bytes keep what follows aligned
+SCALARS = HEAD - 2
+
+
+class ProcessGroup:
+    """Node `rank` of `n`: the collectives of `Engine`, over `group` (the default group if None)."""
+
+    def __init__(self, group: Group | None = None):
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError("no process group: call torch.distributed.init_process_group() first (torchrun sets its variables)")
+        self.group = group or dist.distributed_c10d._get_default_group()
+        self.n = dist.get_world_size(self.group)
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ValueError("this process is not in the group it was given: each rank must pass a group that it belongs to")
+        self.metrics = Metrics()
+        self.backend = dist.get_backend(self.group)
+        self._is_host = self.backend != "nccl"  # gloo and MPI send from host memory
+        self.device = torch.device("cpu") if self._is_host else torch.device("cuda", torch.cuda.current_device())
+        self._channels: dict[int, _Channel] = {}
+        self._made = 0
+        self._links: dict[tuple[Topology, int], _Links] = {}
+        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._alarm: float | Tensor = math.inf  # the earliest known k * n + node, on the device where there is one
+
+    # ---- the collectives -------------------------------------------------------------------------------------------------------
+
+    def gossip(self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
+        channel, links = self._channel(x), self._links_of(topology, k)
+        channel.stamp(self, k, scalars)
+        inbox = channel.inbox(len(links.receive))
+        sends = [dist.P2POp(dist.isend, channel.out.whole, peer, self.group, channel.tag) for peer in links.send]
+        receives = [
+            dist.P2POp(dist.irecv, message.whole, peer, self.group, channel.tag)
+            for message, (_, peer, _) in zip(inbox, links.receive, strict=True)
+        ]
+        works = self._post(sends + receives)
+        self.metrics.bytes_sent += len(sends) * channel.out.whole.nbytes
+        return _Gossip(self, channel, works, links, k, 0 if scalars is None else scalars.numel(), own)
+
+    def mean(self, x: Tensor, k: int, scalars: Tensor | None = None) -> Pending:
+        channel = self._channel(x)
+        channel.stamp(self, k, None)
+        total = channel.total()
+        total.payload.copy_(channel.out.payload)
+        head = total.head.zero_()
+        head[0] = self._alarmed()
+        count = 0 if scalars is None else scalars.numel()
+        if scalars is not None:
+            head[1 : 1 + count] = scalars
+        works = [dist.all_reduce(total.whole, group=self.group, async_op=True)] if self.n > 1 else []
+        self.metrics.bytes_sent += 2 * (self.n - 1) * total.whole.nbytes // self.n
+        return _Mean(self, total, works, k, count)
+
+    def self_weight(self, topology: Topology, k: int) -> Tensor:
+        return self.full(self._links_of(topology, k).own)
+
+    def full(self, value: float) -> Tensor:
+        return torch.full((1,), value, dtype=torch.float64, device=self.device)
+
+    def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        channel = _Channel(shape.numel(), dtype, self.device if self._is_host else device, self._made)
+        self._made += 1
+        self._channels[channel.out.payload.data_ptr()] = channel
+        return channel.out.payload
+
+    # ---- before and beside the steps ---------------------------------------------------------------------------------------------
+
+    def agree(self, what: str, mine: str) -> None:
+        """Raises on every rank, naming both values, unless all say the same. (NCCL wants a first collective before P2P: this is it.)"""
+        said: list[Any] = [None] * self.n
+        self._guard(lambda: dist.all_gather_object(said, mine, group=self.group), "comparing the set-up of all ranks")
+        for rank, theirs in enumerate(said):
+            if theirs != said[0]:
+                raise ValueError(f"ranks disagree on the {what}: rank 0 has {said[0]}, rank {rank} has {theirs}")
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Every rank takes rank 0's values, in place."""
+        source = dist.get_global_rank(self.group, 0)
+        for tensor in tensors:
+            sent = as_real(tensor).contiguous()
+            sent = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
+            wire = sent.cpu() if self._is_host else sent
+            self._guard(partial(dist.broadcast, wire, source, group=self.group), "taking over rank 0's model")
+            as_real(tensor).copy_(wire.view(tensor.dtype) if tensor.dtype == torch.bool else wire)
+
+    def mean_inside(self, value: Tensor, local_group: Group) -> Tensor:
+        """The average of a scalar over the ranks inside this node."""
+        wire = value.to(self.device, copy=True)
+        self._guard(lambda: dist.all_reduce(wire, group=local_group), "averaging the loss inside the node")
+        return wire / dist.get_world_size(local_group)
+
+    def raise_alarm(self, k: int, topology: Topology) -> None:
+        """Raises if some node's model is not finite and word of it has had time to reach all, who then raise at this same step."""
+        if isinstance(self._alarm, Tensor) or self._alarm == math.inf:
+            return  # on a GPU only a global round looks: a look here would wait for the device
+        if topology.reach is not None and k >= self._alarm // self.n + topology.reach:
+            raise self._not_finite(int(self._alarm))
+
+    # ---- below -----------------------------------------------------------------------------------------------------------------
+
+    def _channel(self, x: Tensor) -> _Channel:
+        known = self._channels.get(x.data_ptr())
+        if known is not None:
+            return known
+        room = self.room(x.shape, x.dtype, x.device)  # a tensor from elsewhere is copied into a channel of its own
+        room.copy_(x.reshape(-1))
+        return self._channels.pop(room.data_ptr())
+
+    def _links_of(self, topology: Topology, k: int) -> _Links:
+        key = (topology, k % topology.period)
+        if key not in self._links:
+            if topology.n != self.n:
+                raise ValueError(f"{topology} is for n={topology.n} nodes, but the group has {self.n}")
+            hears = [(j, dist.get_global_rank(self.group, j), w) for j, w in topology.neighbors(self.rank, k).items()]
+            tells = [dist.get_global_rank(self.group, j) for j in topology.sends_to(self.rank, k)]
+            self._links[key] = _Links(hears, tells, topology.self_weight(self.rank, k))
+        return self._links[key]
+
+    def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
+        if not operations:
+            return []
+        if self.backend == "nccl":
+            return list(dist.batch_isend_irecv(operations))
+        return [op.op(op.tensor, op.peer, group=op.group, tag=op.tag) for op in operations]
+
+    def _wait(self, works: list[dist.Work], doing: str) -> None:
+        """Waits for each once: a second wait() on a gloo message would wait for a second message."""
+        began = time.perf_counter()
+        while works:
+            self._guard(works.pop(0).wait, doing)
+        self.metrics.seconds_waiting += time.perf_counter() - began
+
+    def _guard(self, call: Callable[[], object], doing: str) -> None:
+        try:
+            call()
+        except RuntimeError as error:
+            raise ConnectionError(
+                f"rank {self.rank} of {self.n} lost touch with the others while {doing}: {error}. A peer has died, is cut off, or is "
+                "slower than the time-out that init_process_group(timeout=...) sets; restart the job from its last checkpoint"
+            ) from error
+
+    def _room_to_mix(self, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        dtype = accumulator(dtype)
+        if dtype not in self._scratch or len(self._scratch[dtype]) < d:
+            self._scratch[dtype] = torch.empty(d, dtype=dtype, device=device)
+        return self._scratch[dtype][:d]
+
+    # ---- the alarm ---------------------------------------------------------------------------------------------------------------
+
+    def _hear(self, message: _Message, node: int, k: int) -> bool | Tensor:
+        """Takes in a head: is this bucket finite? Notes the earliest alarm that it or its head tells of."""
+        code = float(k * self.n + node)
+        if self._is_host:
+            total, alarm = message.head_on_host()
+            finite = math.isfinite(total)
+            self._alarm = min(self._alarm, alarm if finite else min(alarm, code))
+            return finite
+        fine = message.head[0].isfinite()
+        heard = torch.where(fine, message.head[1], message.head[1].clamp(max=code))
+        self._alarm = heard.clone() if isinstance(self._alarm, float) else torch.minimum(self._alarm, heard)
+        return fine
+
+    def _alarmed(self) -> float | Tensor:
+        return (self._alarm < math.inf).double() if isinstance(self._alarm, Tensor) else float(self._alarm < math.inf)
+
+    def _all_alarmed(self, doing: str) -> None:
+        """At a global round that found some rank alarmed: all of them are here, so they can settle whose alarm was the first."""
+        first = torch.as_tensor(self._alarm, dtype=torch.float64).reshape(1).clone()
+        self._guard(lambda: dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group), doing)
+        raise self._not_finite(int(first))
+
+    def _not_finite(self, alarm: int) -> FloatingPointError:
+        return FloatingPointError(
+            f"the model of node {alarm % self.n} was not finite (NaN or Inf) when it was sent at step {alarm // self.n}; it was kept from "
+            "spreading, and all ranks stop here: go back to the last checkpoint, with a lower learning rate or clipped gradients"
+        )
+
+
+class _Links(NamedTuple):
+    """Whom this rank hears from (node, global rank, weight), whom it sends to (global ranks), and its own weight."""
+
+    receive: list[tuple[int, int, float]]
+    send: list[int]
+    own: float
+
+
+class _Message:
+    """One stretch of memory: head, then payload."""
+
+    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, head: torch.dtype = torch.float64):
+        in_front = HEAD * head.itemsize // dtype.itemsize
+        self.whole = torch.zeros(in_front + d, dtype=dtype, device=device)
+        self.head = self.whole[:in_front].view(head)
+        self.payload = self.whole[in_front:]
+        self._head_here = self.head.numpy() if device.type == "cpu" else None
+
+    def head_on_host(self) -> tuple[float, float]:
+        assert self._head_here is not None
+        return float(self._head_here[0]), float(self._head_here[1])
+
+
+class _Channel:
+    """The buffers of one bucket: what goes out, what each neighbour sends, and what all of them sum up."""
+
+    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, tag: int):
+        self.tag = tag
+        self.out = _Message(d, dtype, device)
+        self._shape = (d, dtype, device)
+        self._inbox: list[_Message] = []
+        self._total: _Message | None = None
+
+    def inbox(self, count: int) -> list[_Message]:
+        while len(self._inbox) < count:
+            self._inbox.append(_Message(*self._shape))
+        return self._inbox[:count]
+
+    def total(self) -> _Message:
+        if self._total is None:
+            d, dtype, device = self._shape
+            self._total = _Message(d, accumulator(dtype), device, head=accumulator(dtype))
+        return self._total
+
+    def stamp(self, engine: ProcessGroup, k: int, scalars: Tensor | None) -> None:
+        """Fills the head. A sum is finite if and only if its terms are (short of overflow, which is as bad a sign)."""
+        head, payload = self.out.head, self.out.payload
+        head[0] = payload.sum(dtype=accumulator(payload.dtype))
+        head[1] = math.inf
+        engine._hear(self.out, engine.rank, k)
+        head[1] = engine._alarm
+        if scalars is not None:
+            head[2 : 2 + scalars.numel()] = scalars
+
+
+class _Gossip(NamedTuple):
+    engine: ProcessGroup
+    channel: _Channel
+    works: list[dist.Work]
+    links: _Links
+    k: int
+    scalars: int
+    own: bool
+
+    def wait(self) -> Mixed:
+        engine, out, inbox = self.engine, self.channel.out, self.channel.inbox(len(self.links.receive))
+        names = ", ".join(str(node) for node, _, _ in self.links.receive)
+        engine._wait(self.works, f"gossiping at step {self.k} with node {names}")
+        x, own = out.payload, self.links.own if self.own else 0.0
+        mixed = engine._room_to_mix(len(x), x.dtype, x.device)
+        if not self.own:
+            mixed.zero_()
+        elif x.dtype == mixed.dtype:
+            torch.mul(x, own, out=mixed)
+        else:
+            mixed.copy_(x).mul_(own)
+        scalars = out.head[2 : 2 + self.scalars] * own
+        for message, (node, _, w) in zip(inbox, self.links.receive, strict=True):
+            finite = engine._hear(message, node, self.k)
+            received = message.payload
+            if isinstance(finite, Tensor):
+                received = torch.where(finite, received, x)
+            elif not finite:
+                received = x
+            mixed.add_(received, alpha=w)
+            if self.scalars:
+                scalars += w * message.head[2 : 2 + self.scalars]
+        return Mixed(mixed, scalars)
+
+
+class _Mean(NamedTuple):
+    engine: ProcessGroup
+    total: _Message
+    works: list[dist.Work]
+    k: int
+    scalars: int
+
+    def wait(self) -> Mixed:
+        engine, total = self.engine, self.total
+        doing = f"averaging globally at step {self.k}"
+        engine._wait(self.works, doing)
+        if float(total.head[0]) > 0:
+            engine._all_alarmed(doing)
+        mixed = engine._room_to_mix(len(total.payload), total.payload.dtype, total.payload.device)
+        torch.mul(total.payload, 1 / engine.n, out=mixed)
+        return Mixed(mixed, total.head[1 : 1 + self.scalars].double() / engine.n if self.scalars else NO_SCALARS)
+
+
+def unwrap(model: torch.nn.Module, group: Group | None, local_group: Group | None) -> torch.nn.Module:
+    """The module to average; refuses one whose gradients DDP already averages over all nodes."""
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    across = dist.get_process_group_ranks(group)
+    inside = dist.get_process_group_ranks(local_group) if local_group is not None else [dist.get_rank()]
+    if not set(dist.get_process_group_ranks(model.process_group)) <= set(inside):
+        raise ValueError(
+            f"the model is already in DistributedDataParallel over ranks of the gossip group {across}: hand the Averager the plain module "
+            "(model.module); only inside a node of several GPUs may DDP stay, with local_group=its group"
+        )
+    module: torch.nn.Module = model.module
+    return module

@@ -1,0 +1,90 @@
+"""Stochastic gradient push (SGP) and its overlapped form (OSGP): gossip over directed graphs (Assran et al., 2019)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rumor.algorithm import Flight, Round, State, average
+from rumor.engine import Buckets, Engine, Pending, own_copy
+from rumor.schedule import Never
+from rumor.topology import Topology
+
+
+@dataclass(frozen=True)
+class PushSum:
+    """Each node pushes shares of its model x and of a weight w (1 at first) along P, and trains on z = x / w, the model that you see:
+
+    x_i^(k+1/2) = x_i^(k) + (opt(z_i^(k)) - z_i^(k))
+    x_i^(k+1)   = p_ii x_i^(k+1/2) + sum over j != i of p_ij x_j^(k-delay+1/2)          and w likewise
+    z_i^(k+1)   = x_i^(k+1) / w_i^(k+1)
+
+    P need only be column stochastic (`from_digraph`). The sum over nodes and messages in flight moves by gradients alone. delay = 0 is
+    SGP; with delay = 1 (OSGP) a message has a whole step to arrive.
+    """
+
+    topology: Topology
+    delay: int = 1
+    needs_loss = False
+    needs_lr = False
+
+    def __post_init__(self) -> None:
+        if self.delay not in (0, 1):
+            raise ValueError(f"delay must be 0 (SGP) or 1 (OSGP), got delay={self.delay!r}")
+
+    def start(self, x: Buckets, engine: Engine) -> State:
+        state = State(Never().start())
+        state.buckets["x"] = own_copy(x)
+        state.scalars["w"] = engine.full(1.0)
+        return state
+
+    def round(self, state: State) -> Round:
+        return "gossip" if self.topology.has_links else "none"
+
+    def step(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None:
+        k, w, arriving = state.schedule.k, state.scalars["w"], state.flight
+        p_ii = engine.self_weight(self.topology, k)
+        departing = Flight([], [])
+        if self.delay == 0:
+            arriving = Flight([], [self.push(x, b, state, engine, k) for b in range(len(x))])
+        w_next = p_ii * w
+        for b in range(len(x)):
+            arrived = arriving.pending[b].wait() if arriving else None
+            if arrived is not None and b == 0:
+                w_next = w_next + arrived.scalars
+            if self.delay == 1:  # only now: it uses the buffers that the last message arrived in
+                departing.pending.append(self.push(x, b, state, engine, k))
+            numerator = state.buckets["x"][b].mul_(p_ii.to(state.buckets["x"][b]))
+            if arrived is not None:
+                numerator.add_(arrived.x)
+                x.write(b, torch.div(numerator, w_next.to(numerator), out=arrived.x))
+        state.scalars["w"] = w_next
+        state.flight = departing if self.delay == 1 else None
+        state.schedule = Never().next(state.schedule)
+
+    def push(self, x: Buckets, b: int, state: State, engine: Engine, k: int) -> Pending:
+        """x^(k+1/2) = x + (opt(z) - z) with z = x / w, and off it goes, with w beside the first bucket."""
+        message, numerator, w = x.read(b), state.buckets["x"][b], state.scalars["w"]
+        numerator.mul_((1 - 1 / w).to(numerator)).add_(message)
+        return engine.gossip(message.copy_(numerator), self.topology, k, w if b == 0 else None, own=False)
+
+    def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None:
+        """Takes in what is in flight; the mean of the x is then the mean of all mass, and every weight is 1 again."""
+        k, flight, state.flight = state.schedule.k, state.flight, None
+        for b in range(len(x)):
+            numerator = state.buckets["x"][b]
+            if flight is not None:
+                numerator.add_(flight.pending[b].wait().x)
+            x.write(b, numerator)
+        average(x, engine, k)
+        average(buffers, engine, k)
+        for b in range(len(x)):
+            state.buckets["x"][b].copy_(x.read(b))
+        state.scalars["w"] = engine.full(1.0)
+
+
+def osgp(topology: Topology, delay: int = 1) -> PushSum:
+    """Overlapped stochastic gradient push; delay=0 is SGP."""
+    return PushSum(topology, delay)

@@ -1,0 +1,143 @@
+"""Run: one algorithm at work on one engine. What the Averager and the Simulator have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from rumor.algorithm import Algorithm, Flight, Round
+from rumor.engine import Buckets, Done, Engine, Mixed, Pending
+from rumor.schedule import ScheduleState
+
+FORMAT = 1  # of the state
+
+
+class Run:
+    """The model `x` and the float `buffers` of the nodes that `engine` has here, and the state of `algorithm` on them."""
+
+    def __init__(self, algorithm: Algorithm, engine: Engine, x: Buckets, buffers: Buckets):
+        self.algorithm, self.engine, self.x, self.buffers = algorithm, engine, x, buffers
+        self.state = algorithm.start(x, engine)
+        self.metrics = engine.metrics
+        self.metrics.H = self.state.schedule.H
+
+    @property
+    def k(self) -> int:
+        """Steps so far."""
+        return self.state.schedule.k
+
+    def round(self) -> Round:
+        """What the coming step will do."""
+        return self.algorithm.round(self.state)
+
+    def step(self, loss: Tensor | None, lr: float | None) -> None:
+        if self.algorithm.needs_loss and loss is None:
+            raise ValueError("Gossip-AGA adapts its period to the loss: call step(loss) with this step's loss")
+        if self.algorithm.needs_lr and lr is None:
+            raise ValueError("SlowMo needs the current learning rate: call step(loss, lr=scheduler.get_last_lr()[0])")
+        kind = self.round()
+        with record_function("rumor::mean" if kind == "global" else "rumor::gossip"):
+            self.algorithm.step(self.x, self.buffers, self.state, self.engine, loss if self.algorithm.needs_loss else None, lr)
+        self.metrics.rounds[kind] += 1
+        self.metrics.H = self.state.schedule.H
+
+    def finish(self) -> None:
+        with record_function("rumor::mean"):
+            self.algorithm.finish(self.x, self.buffers, self.state, self.engine)
+
+    def show_mean(self) -> None:
+        """The model becomes the mean of all nodes', buffers included; what is under way and the algorithm's state stay as they are."""
+        for tensors in (self.x, self.buffers):
+            for b in range(len(tensors)):
+                tensors.write(b, self.engine.mean(tensors.peek(b), self.k).wait().x)
+
+    def consensus_distance(self) -> float:
+        """1/n sum_i ||x_i - x_bar||^2."""
+        squares: Tensor | None = None  # [*nodes, 1]
+        for b in range(len(self.x)):
+            own = self.x.peek(b)
+            mean = self.engine.mean(own, self.k).wait().x
+            square = (own.to(mean) - mean).square_().sum(dim=-1, keepdim=True, dtype=torch.float64)
+            squares = square if squares is None else squares + square.to(squares)
+        assert squares is not None
+        distance = self.engine.mean(squares, self.k, squares).wait().scalars
+        self.metrics.consensus_distance = float(distance) if distance.numel() == 1 else None
+        return self.metrics.consensus_distance if self.metrics.consensus_distance is not None else float(distance.mean())
+
+    # ---- state -------------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and tensors, for `torch.load(..., weights_only=True)`. Waits for what is under way, and includes it."""
+        state = self.state
+        return {
+            "format": FORMAT,
+            "algorithm": repr(self.algorithm),
+            "schedule": state.schedule._asdict(),
+            "buckets": {name: _joined(tensors) for name, tensors in state.buckets.items()},
+            "scalars": {name: tensor.clone() for name, tensor in state.scalars.items()},
+            "flight": None if state.flight is None else _saved(state.flight),
+            "rounds": dict(self.metrics.rounds),
+            "bytes_sent": self.metrics.bytes_sent,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+            raise ValueError("this is not a state of Rumor's (or one of another version): load what state_dict() returned")
+        if saved["algorithm"] != repr(self.algorithm):
+            raise ValueError(f"this state is of {saved['algorithm']}, but the algorithm here is {self.algorithm!r}")
+        state = self.state
+        for name, tensors in state.buckets.items():
+            for tensor, value in zip(tensors, _cut_like(saved["buckets"][name], tensors), strict=True):
+                tensor.copy_(value)
+        state.scalars = {name: tensor.to(saved["scalars"][name]).copy_(saved["scalars"][name]) for name, tensor in state.scalars.items()}
+        state.schedule = ScheduleState(**saved["schedule"])
+        state.flight = None if saved["flight"] is None else self._restored(saved["flight"])
+        self.metrics.rounds.clear()
+        self.metrics.rounds.update(saved["rounds"])
+        self.metrics.bytes_sent = saved["bytes_sent"]
+        self.metrics.H = state.schedule.H
+
+    def _restored(self, saved: dict[str, Any]) -> Flight:
+        x = [self.x.peek(b) for b in range(len(self.x))]
+        buffers = [self.buffers.peek(b) for b in range(len(self.buffers))]
+        return Flight(
+            sent=[] if saved["sent"] is None else [part.to(like.dtype) for part, like in zip(_cut_like(saved["sent"], x), x, strict=True)],
+            pending=_arrived(saved["pending"], x),
+            buffers=_arrived(saved["buffers"], buffers) if saved["buffers"] is not None else [],
+            loss=None if saved["loss"] is None else Done(Mixed(saved["loss"], saved["loss"])),
+        )
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    """One flat tensor, so that a state does not depend on how the model was cut into buckets."""
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _cut_like(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [t.numel() for t in tensors]
+    if joined.numel() != sum(sizes):
+        raise ValueError(f"this state is of a model with {joined.numel()} numbers, but the model here has {sum(sizes)}")
+    return [part.view(t.shape).to(t.device) for part, t in zip(torch.split(joined, sizes), tensors, strict=True)]
+
+
+def _saved(flight: Flight) -> dict[str, Any]:
+    return {
+        "sent": _joined(flight.sent) if flight.sent else None,
+        "pending": _results(flight.pending),
+        "buffers": _results(flight.buffers) if flight.buffers else None,
+        "loss": flight.loss.wait().scalars.clone() if flight.loss else None,
+    }
+
+
+def _results(pending: Sequence[Pending]) -> dict[str, Any]:
+    arrived = [Mixed(mixed.x.clone(), mixed.scalars.clone()) for mixed in (message.wait() for message in pending)]
+    return {"x": _joined([mixed.x for mixed in arrived]), "scalars": [mixed.scalars for mixed in arrived]}
+
+
+def _arrived(saved: dict[str, Any], like: Sequence[Tensor]) -> list[Pending]:
+    parts = zip(_cut_like(saved["x"], like), saved["scalars"], strict=True)
+    return [Done(Mixed(x.clone(), scalars)) for x, scalars in parts]

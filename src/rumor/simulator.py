@@ -1,0 +1,201 @@
+"""Simulator: n nodes in this one process, exactly, with the very algorithms that real processes run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from rumor.algorithm import Algorithm
+from rumor.averager import trained_and_frozen
+from rumor.engine import Leaves, Stacked
+from rumor.flat import as_real
+from rumor.metrics import Metrics
+from rumor.run import Run
+
+LOOK_EVERY = 64  # steps between looks at a GPU's record of non-finite models, where no global round comes first
+
+
+class Simulator:
+    """n copies of `model`, one for each node of the algorithm's topology, as stacked leaves `[n, *shape]`.
+
+    torch's own optimizers work on `sim.parameters()` because they are elementwise. One that looks at a whole parameter (LAMB, LARS,
+    Muon, Adafactor) or at the whole model (gradient clipping) would mix the nodes. The module's train/eval mode is that of all nodes.
+
+    >>> import rumor
+    >>> model = nn.Linear(2, 1)
+    >>> sim = rumor.Simulator(model, rumor.gossip_pga(rumor.ring(4), H=2))
+    >>> opt = torch.optim.SGD(sim.parameters(), lr=0.1)
+    >>> x, y = torch.randn(4, 8, 2), torch.randn(4, 8, 1)                      # [n, batch, ...]
+    >>> for _ in range(2):
+    ...     losses = sim(lambda model, x, y: (model(x) - y).square().mean(), x, y)
+    ...     losses.sum().backward()
+    ...     opt.step(); opt.zero_grad()
+    ...     sim.step(losses)
+    >>> sim.consensus_distance() < 1e-12                                       # step 1 was global
+    True
+
+    Args:
+        model: the module; left as it is, but for serving as the pattern of all nodes.
+        algorithm: what `rumor.gossip_pga(...)` and its like return.
+        vmap: False runs the model node by node, for models that `torch.func.vmap` can't take (nn.LSTM, `.item()`, branches on data).
+    """
+
+    def __init__(self, model: nn.Module, algorithm: Algorithm, *, vmap: bool = True):
+        trained_and_frozen(model)  # says so where nothing trains
+        self.n = n = algorithm.topology.n
+        self._model, self._vmap = model, vmap
+        self._leaves = {name: nn.Parameter(_stack(p, n), requires_grad=p.requires_grad) for name, p in model.named_parameters()}
+        self._buffers = {name: _stack(buffer, n) for name, buffer in model.named_buffers()}
+        self._trained = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
+        floats = [b for b in self._buffers.values() if b.is_floating_point() or b.is_complex()]
+        self.engine = Stacked(n, self._trained[0].device)
+        keep = algorithm.delay > 0
+        rows = [[as_real(t).view(n, -1) for t in tensors] for tensors in (self._trained, floats)]
+        with torch.no_grad():
+            self._run = Run(algorithm, self.engine, Leaves(rows[0], keep), Leaves(rows[1], keep))
+        self._first_bad = torch.full((n,), -1, device=self._trained[0].device)  # the step at which each node was first not finite
+
+    @property
+    def metrics(self) -> Metrics:
+        """Rounds by kind, and what the average node would have sent."""
+        return self.engine.metrics
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The stacked leaves, for the optimizer."""
+        return iter(self._leaves.values())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._leaves.items())
+
+    @property
+    def X(self) -> Tensor:
+        """All models, [n, d]: a packed copy to look at."""
+        return torch.cat([as_real(leaf).reshape(self.n, -1) for leaf in self._leaves.values()], dim=1)
+
+    # ---- the training step ---------------------------------------------------------------------------------------------------------
+
+    def __call__(self, loss_fn: Callable[..., Tensor], *batch: Any) -> Tensor:
+        """Losses `[n]` of all nodes. `loss_fn(model, *node_batch)` gives one node's; tensors in `batch` are `[n, B, ...]`."""
+        for leaf in tree_leaves(batch):
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != self.n:
+                got = list(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
+                raise ValueError(f"each tensor of a batch must be [n, ...] with n = {self.n}, one row a node, got {got}")
+        run = vmap(self._one_node, in_dims=(None, 0, 0, 0), randomness="different") if self._vmap else self._node_by_node
+        losses, changed = run(loss_fn, dict(self._leaves), self._buffers, batch)
+        if losses.dim() != 1:
+            raise ValueError(f"loss_fn must return one number for its node, got a tensor of shape {list(losses.shape[1:])}")
+        with torch.no_grad():
+            for name, value in changed.items():
+                self._buffers[name].copy_(value)
+        result: Tensor = losses
+        return result
+
+    def _one_node(
+        self, loss_fn: Callable[..., Tensor], leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """One node's loss, and the buffers that the model has replaced rather than changed in place."""
+        given = {f"model.{name}": tensor for name, tensor in {**leaves, **buffers}.items()}
+        loss, now = functional_call(_Node(self._model), given, (loss_fn, batch))
+        return loss, {name: value for name, value in now.items() if value is not buffers[name]}
+
+    def _node_by_node(
+        self, loss_fn: Callable[..., Tensor], leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        losses, changes = [], []
+        for i in range(self.n):
+            mine = [tree_map(lambda t, i=i: t[i], part) for part in (leaves, buffers, batch)]
+            loss, changed = self._one_node(loss_fn, *mine)
+            losses.append(loss)
+            changes.append(changed)
+        return torch.stack(losses), {name: torch.stack([changed[name] for changed in changes]) for name in changes[0]}
+
+    @torch.no_grad()
+    def step(self, losses: Tensor | None = None, lr: float | None = None) -> None:
+        """Mixes the models, once per optimizer step. Gossip-AGA needs the `losses` [n], SlowMo the learning rate."""
+        self._look_for_bad_nodes()
+        if losses is not None and losses.shape != (self.n,):
+            raise ValueError(f"step() takes the losses of all nodes, [{self.n}], got shape {list(losses.shape)}")
+        self._run.step(None if losses is None else losses.detach().to(torch.float64)[:, None], lr)
+
+    def _look_for_bad_nodes(self) -> None:
+        """Raises, naming the node and the step, if a model is not finite; on a GPU by the next global round, to spare it the wait."""
+        k = self._run.k
+        total = torch.stack([as_real(leaf).reshape(self.n, -1).sum(dim=1, dtype=torch.float32) for leaf in self._trained]).sum(dim=0)
+        self._first_bad = torch.where((self._first_bad < 0) & ~total.isfinite(), k, self._first_bad)
+        if total.is_cuda and self._run.round() != "global" and (k + 1) % LOOK_EVERY:
+            return
+        bad = [(step, node) for node, step in enumerate(self._first_bad.tolist()) if step >= 0]
+        if bad:
+            step, node = min(bad)
+            raise FloatingPointError(
+                f"the model of node {node} was not finite (NaN or Inf) at step {step}: lower the learning rate or clip gradients"
+            )
+
+    # ---- the same verbs as the Averager's ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Takes in or drops what is in flight, then averages once more: all nodes end with the same model."""
+        self._run.finish()
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """1/n sum_i ||x_i - x_bar||^2 of the trained parameters."""
+        return self._run.consensus_distance()
+
+    def mean_model(self) -> nn.Module:
+        """An ordinary module that holds x_bar, and the mean of the float buffers."""
+        return self._module(lambda stacked: stacked.mean(dim=0) if stacked.is_floating_point() or stacked.is_complex() else stacked[0])
+
+    def node_model(self, i: int) -> nn.Module:
+        """An ordinary module that holds node i's model."""
+        return self._module(lambda stacked: stacked[i])
+
+    @torch.no_grad()
+    def _module(self, pick: Callable[[Tensor], Tensor]) -> nn.Module:
+        module = copy.deepcopy(self._model)
+        for mine, stacked in ((module.named_parameters(), self._leaves), (module.named_buffers(), self._buffers)):
+            for name, tensor in mine:
+                tensor.copy_(pick(stacked[name]))
+        return module
+
+    def state_dict(self) -> dict[str, Any]:
+        """All nodes' parameters and buffers, and the algorithm's state with the messages in flight."""
+        stacked: dict[str, Mapping[str, Tensor]] = {"parameters": self._leaves, "buffers": self._buffers}
+        saved = {part: {name: t.detach().clone() for name, t in tensors.items()} for part, tensors in stacked.items()}
+        with torch.no_grad():
+            return {**self._run.state_dict(), **saved}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from `state`."""
+        self._run.load_state_dict(state)
+        stacked: dict[str, Mapping[str, Tensor]] = {"parameters": self._leaves, "buffers": self._buffers}
+        for part, tensors in stacked.items():
+            if state[part].keys() != tensors.keys():
+                raise ValueError(f"this state is of another model: its {part} are {sorted(state[part])}, those here {sorted(tensors)}")
+            for name, tensor in tensors.items():
+                tensor.copy_(state[part][name])
+
+
+class _Node(nn.Module):
+    """The model and the loss as one module, so that `functional_call` lends the model a node's tensors while `loss_fn` runs."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, loss_fn: Callable[..., Tensor], batch: tuple[Any, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+        loss = loss_fn(self.model, *batch)
+        return loss, dict(self.model.named_buffers())
+
+
+def _stack(t: Tensor, n: int) -> Tensor:
+    """n contiguous copies: on strided views fused optimizers and batch_norm under vmap go wrong, silently."""
+    return t.detach().expand(n, *t.shape).clone(memory_format=torch.contiguous_format)
