@@ -63,10 +63,11 @@ class Circulant:
         return np.real(np.fft.ifft(np.fft.fft(v) * self.eigenvalues.conj()))
 
     def triplets(self) -> tuple[Indices, Indices, Array]:
-        offsets = np.array(list(self.weights), dtype=np.int64)
-        rows = np.repeat(np.arange(self.n, dtype=np.int64), len(offsets))
-        columns = (rows - np.tile(offsets, self.n)) % self.n
-        return rows, columns, np.tile(np.array(list(self.weights.values())), self.n)
+        rows = np.arange(self.n, dtype=np.int64)[:, None]
+        columns = (rows - np.array(list(self.weights), dtype=np.int64)) % self.n  # [n, degree]
+        order = np.argsort(columns, axis=1)
+        weights = np.array(list(self.weights.values()))[order]
+        return np.repeat(rows, columns.shape[1]), np.take_along_axis(columns, order, axis=1).ravel(), weights.ravel()
 
     @property
     def is_symmetric(self) -> bool:

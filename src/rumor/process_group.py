@@ -11,8 +11,10 @@ collective, and on a GPU no synchronisation.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,6 +35,11 @@ HEAD = 8  # float64 numbers in front of a bucket: [sum, alarm, scalars ...]; 64 
 SCALARS = HEAD - 2
 
 
+_tags = itertools.count()  # no two buckets of a process share one, so that a message never meets another Averager's
+_UnderWay = dict[int, tuple[list[dist.Work], "_Channel"]]
+_orphans: list[_UnderWay] = []  # of engines that are gone: gloo breaks the connection if memory that a message will fill is freed
+
+
 class ProcessGroup:
     """Node `rank` of `n`: the collectives of `Engine`, over `group` (the default group if None)."""
 
@@ -49,10 +56,11 @@ class ProcessGroup:
         self._is_host = self.backend != "nccl"  # gloo and MPI send from host memory
         self.device = torch.device("cpu") if self._is_host else torch.device("cuda", torch.cuda.current_device())
         self._channels: dict[int, _Channel] = {}
-        self._made = 0
         self._links: dict[tuple[Topology, int], _Links] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._alarm: float | Tensor = math.inf  # the earliest known k * n + node, on the device where there is one
+        self._under_way: _UnderWay = {}
+        weakref.finalize(self, _orphans.append, self._under_way).atexit = False
 
     # ---- the collectives -------------------------------------------------------------------------------------------------------
 
@@ -66,6 +74,7 @@ class ProcessGroup:
             for message, (_, peer, _) in zip(inbox, links.receive, strict=True)
         ]
         works = self._post(sends + receives)
+        self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += len(sends) * channel.out.whole.nbytes
         return _Gossip(self, channel, works, links, k, 0 if scalars is None else scalars.numel(), own)
 
@@ -80,6 +89,7 @@ class ProcessGroup:
         if scalars is not None:
             head[1 : 1 + count] = scalars
         works = [dist.all_reduce(total.whole, group=self.group, async_op=True)] if self.n > 1 else []
+        self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += 2 * (self.n - 1) * total.whole.nbytes // self.n
         return _Mean(self, total, works, k, count)
 
@@ -90,8 +100,7 @@ class ProcessGroup:
         return torch.full((1,), value, dtype=torch.float64, device=self.device)
 
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        channel = _Channel(shape.numel(), dtype, self.device if self._is_host else device, self._made)
-        self._made += 1
+        channel = _Channel(shape.numel(), dtype, self.device if self._is_host else device, next(_tags))
         self._channels[channel.out.payload.data_ptr()] = channel
         return channel.out.payload
 
@@ -101,6 +110,9 @@ class ProcessGroup:
         """Raises on every rank, naming both values, unless all say the same. (NCCL wants a first collective before P2P: this is it.)"""
         said: list[Any] = [None] * self.n
         self._guard(lambda: dist.all_gather_object(said, mine, group=self.group), "comparing the set-up of all ranks")
+        while _orphans:
+            for works, _ in _orphans.pop().values():
+                self._wait(works, "taking in the messages of an Averager that was dropped before finish()")
         for rank, theirs in enumerate(said):
             if theirs != said[0]:
                 raise ValueError(f"ranks disagree on the {what}: rank 0 has {said[0]}, rank {rank} has {theirs}")

@@ -1,0 +1,81 @@
+"""Real processes for tests: started once, given many tasks, each with a deadline."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def _serve(rank: int, n: int, rendezvous: str, timeout: float, pipe: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    limit = datetime.timedelta(seconds=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n, timeout=limit)
+    while (task := pipe.recv()) is not None:
+        function, arguments = task
+        torch.manual_seed(0)
+        try:
+            pipe.send(("result", function(rank, *arguments)))
+        except BaseException as error:
+            pipe.send(("error", (type(error), str(error), traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+class Cluster:
+    """n processes with a gloo group between them. `run(f, *args)` calls f(rank, *args) on each and returns what each returned."""
+
+    def __init__(self, n: int, timeout: float = 60.0):
+        self._folder = tempfile.TemporaryDirectory()
+        rendezvous = os.path.join(self._folder.name, "rendezvous")
+        spawn = mp.get_context("spawn")
+        pipes = [spawn.Pipe() for _ in range(n)]
+        self._pipes = [ours for ours, _ in pipes]
+        self.processes = [
+            spawn.Process(target=_serve, args=(rank, n, rendezvous, timeout, theirs), daemon=True) for rank, (_, theirs) in enumerate(pipes)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], *arguments: Any, deadline: float = 90.0) -> list[Any]:
+        answers = self._answers(function, arguments, deadline)
+        for rank, (kind, value) in enumerate(answers):
+            assert kind == "result", f"rank {rank} raised\n{value[2]}"
+        return [value for _, value in answers]
+
+    def errors(self, function: Callable[..., Any], *arguments: Any, deadline: float = 90.0) -> list[tuple[type, str]]:
+        """For a task that must fail on every rank: (type, text) of each rank's error."""
+        answers = self._answers(function, arguments, deadline)
+        assert all(kind == "error" for kind, _ in answers), f"some ranks did not raise: {answers}"
+        return [(value[0], value[1]) for _, value in answers]
+
+    def _answers(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline: float) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((function, arguments))
+        ends = time.monotonic() + deadline
+        for rank, pipe in enumerate(self._pipes):
+            if not pipe.poll(max(0.0, ends - time.monotonic())):
+                self.stop(kill=True)
+                raise TimeoutError(f"rank {rank} did not answer within {deadline:.0f} s: {function.__name__} hangs")
+        return [pipe.recv() for pipe in self._pipes]
+
+    def stop(self, kill: bool = False) -> None:
+        for pipe, process in zip(self._pipes, self.processes, strict=True):
+            if kill:
+                process.kill()
+            elif process.is_alive():
+                pipe.send(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
