@@ -72,11 +72,34 @@ def _largest(operator: Callable[[Array], Array], n: int) -> float:
         beside.append(float(np.linalg.norm(u)))
         exhausted = beside[-1] < 1e-14
         if exhausted or step == check_at:
-            off = beside[:-1]
-            ritz = np.linalg.eigvalsh(np.diag(diagonal) + np.diag(off, 1) + np.diag(off, -1))
-            last, found = found, float(np.abs(ritz).max())
+            a, b = np.array(diagonal), np.array(beside[:-1])
+            last, found = found, max(_largest_of_tridiagonal(a, b), _largest_of_tridiagonal(-a, b))
             if exhausted or abs(found - last) <= 1e-13 * found:
                 return found
             check_at = int(check_at * 1.5)
         previous, v = v, u / beside[-1]
     return found
+
+
+def _largest_of_tridiagonal(a: Array, b: Array) -> float:
+    """The largest eigenvalue of the symmetric tridiagonal matrix with diagonal `a` and `b` beside it, by Sturm sequences.
+
+    All eigenvalues are below s if and only if every pivot of T - s is negative; 64 values of s are tried at once.
+    """
+    squares = np.concatenate([[0.0], b**2])
+    bound = float(np.abs(a).max() + 2 * np.abs(b).max(initial=0.0)) + 1e-300
+    low, high = -bound, bound
+    while high - low > 2e-16 * bound:
+        shifts = np.linspace(low, high, 66)[1:-1]
+        pivot, all_below = np.full(64, -1.0), np.ones(64, dtype=bool)
+        for diagonal, square in zip(a, squares, strict=True):
+            pivot = diagonal - shifts - square / pivot
+            pivot[pivot == 0] = 1e-300
+            all_below &= pivot < 0
+        above = shifts[all_below]
+        new_low = float(shifts[~all_below].max(initial=low))
+        new_high = float(above.min(initial=high))
+        if (new_low, new_high) == (low, high):
+            break  # as close as floats can be
+        low, high = new_low, new_high
+    return (low + high) / 2
