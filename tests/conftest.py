@@ -11,11 +11,19 @@ from tests.cluster import Cluster
 
 
 @pytest.fixture(scope="session")
-def four() -> Iterator[Cluster]:
-    """Four real processes over gloo."""
-    cluster = Cluster(4)
-    yield cluster
-    cluster.stop()
+def _clusters() -> Iterator[list[Cluster]]:
+    clusters: list[Cluster] = []
+    yield clusters
+    for cluster in clusters:
+        cluster.stop()
+
+
+@pytest.fixture
+def four(_clusters: list[Cluster]) -> Cluster:
+    """Four real processes over gloo, the same for all tests unless one of these breaks them."""
+    if not _clusters or not all(process.is_alive() for process in _clusters[-1].processes):
+        _clusters.append(Cluster(4))
+    return _clusters[-1]
 
 
 @pytest.fixture(autouse=True)

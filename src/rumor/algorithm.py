@@ -122,7 +122,8 @@ class GossipPGA:
         if kind == "none":
             return None
         flight = Flight([], [])
-        all_reduce = self.topology.is_complete or (kind == "global" and self.average_rounds is None)
+        # W = J goes by all-reduce too, but two nodes, for whom an exchange is as good and has less to set up
+        all_reduce = (self.topology.is_complete and engine.n > 2) or (kind == "global" and self.average_rounds is None)
         for b in range(len(x)):
             flight.sent.append(x.read(b))
             if all_reduce:
@@ -142,14 +143,15 @@ class GossipPGA:
         if flight is not None:
             pending = self.repeat(flight, state, engine) if kind == "global" else flight.pending
             for b, message in enumerate(pending):
+                if self.delay == 0 and kind == "gossip":
+                    message.write_to(x, b)
+                    continue
                 mixed = message.wait()
                 loss = mixed.scalars.clone() if b == 0 else loss
                 if self.delay == 1:
                     x.add(b, mixed.x, minus=flight.sent[b])
-                elif kind == "global":
-                    self.write_mean(x, b, mixed.x, state, lr)
                 else:
-                    x.write(b, mixed.x)
+                    self.write_mean(x, b, mixed.x, state, lr)
             for b, message in enumerate(flight.buffers):
                 buffers.write(b, message.wait().x)
             loss = flight.loss.wait().scalars if flight.loss else loss

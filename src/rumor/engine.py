@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,11 +30,19 @@ class Mixed(NamedTuple):
 NO_SCALARS = torch.empty(0, dtype=torch.float64)
 
 
-class Pending(Protocol):
-    def wait(self) -> Mixed: ...
+class Pending:
+    """Messages under way for one bucket."""
+
+    def wait(self) -> Mixed:
+        raise NotImplementedError
+
+    def write_to(self, x: Buckets, b: int) -> None:
+        """x_b <- what arrives, where x_b still is what was sent. An engine may know a shorter way."""
+        x.write(b, self.wait().x)
 
 
-class Done(NamedTuple):
+@dataclass
+class Done(Pending):
     """A message that has arrived already."""
 
     result: Mixed
@@ -75,6 +84,7 @@ class Buckets(Protocol):
     def peek(self, b: int) -> Tensor: ...  # the same, for looking at: it disturbs nothing that is under way
     def write(self, b: int, value: Tensor) -> None: ...  # x_b <- value
     def add(self, b: int, plus: Tensor, minus: Tensor) -> None: ...  # x_b <- x_b + (plus - minus); may overwrite `plus`
+    def lerp(self, b: int, other: Tensor, weight: float) -> None: ...  # x_b <- x_b + weight (other - x_b)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -111,6 +121,9 @@ class Leaves:
 
     def add(self, b: int, plus: Tensor, minus: Tensor) -> None:
         self.tensors[b].add_(plus - minus)
+
+    def lerp(self, b: int, other: Tensor, weight: float) -> None:
+        self.tensors[b].lerp_(other, weight)
 
 
 class Stacked:
@@ -226,7 +239,8 @@ class _Gather(_Operator):
         return out
 
 
-class _Product(NamedTuple):
+@dataclass
+class _Product(Pending):
     engine: Stacked
     operator: _Operator
     x: Tensor
@@ -240,7 +254,8 @@ class _Product(NamedTuple):
         return Mixed(mixed, self.weights.apply(self.scalars, torch.zeros_like(self.scalars)))
 
 
-class _Mean(NamedTuple):
+@dataclass
+class _Mean(Pending):
     x: Tensor
     scalars: Tensor | None
 

@@ -50,6 +50,10 @@ class Flat:
         change = plus.sub_(minus).to(bucket.pieces[0].device)
         torch._foreach_add_(bucket.pieces, bucket.views(change))
 
+    def lerp(self, b: int, other: Tensor, weight: float) -> None:
+        bucket = self._buckets[b]
+        torch._foreach_lerp_(bucket.pieces, bucket.views(other.to(bucket.pieces[0].device)), weight)
+
     def check_not_moved(self) -> None:
         """Buckets hold views: a tensor whose memory was exchanged would be averaged no more, and silently."""
         for t, address in zip(self._given, self._addresses, strict=True):

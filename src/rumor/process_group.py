@@ -15,7 +15,8 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rumor.engine import NO_SCALARS, Mixed, Pending, accumulator
+from rumor.engine import NO_SCALARS, Buckets, Mixed, Pending, accumulator
 from rumor.flat import as_real
 from rumor.metrics import Metrics
 from rumor.topology import Topology
@@ -67,22 +68,16 @@ class ProcessGroup:
     def gossip(self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
         channel, links = self._channel(x), self._links_of(topology, k)
         channel.stamp(self, k, scalars)
-        inbox = channel.inbox(len(links.receive))
-        sends = [dist.P2POp(dist.isend, channel.out.whole, peer, self.group, channel.tag) for peer in links.send]
-        receives = [
-            dist.P2POp(dist.irecv, message.whole, peer, self.group, channel.tag)
-            for message, (_, peer, _) in zip(inbox, links.receive, strict=True)
-        ]
-        works = self._post(sends + receives)
+        works = self._post(channel, links)
         self._under_way[channel.tag] = (works, channel)
-        self.metrics.bytes_sent += len(sends) * channel.out.whole.nbytes
+        self.metrics.bytes_sent += len(links.send) * channel.out.whole.nbytes
         return _Gossip(self, channel, works, links, k, 0 if scalars is None else scalars.numel(), own)
 
     def mean(self, x: Tensor, k: int, scalars: Tensor | None = None) -> Pending:
         channel = self._channel(x)
         channel.stamp(self, k, None)
         total = channel.total()
-        total.payload.copy_(channel.out.payload)
+        _scaled(channel.out.payload, 1 / self.n, total.payload)
         head = total.head.zero_()
         head[0] = self._alarmed()
         count = 0 if scalars is None else scalars.numel()
@@ -160,12 +155,16 @@ class ProcessGroup:
             self._links[key] = _Links(hears, tells, topology.self_weight(self.rank, k))
         return self._links[key]
 
-    def _post(self, operations: list[dist.P2POp]) -> list[dist.Work]:
-        if not operations:
-            return []
-        if self.backend == "nccl":
-            return list(dist.batch_isend_irecv(operations))
-        return [op.op(op.tensor, op.peer, group=op.group, tag=op.tag) for op in operations]
+    def _post(self, channel: _Channel, links: _Links) -> list[dist.Work]:
+        """All messages of a bucket at once, to and from all neighbours."""
+        out, tag, group = channel.out.whole, channel.tag, self.group
+        inbox = [(message.whole, peer) for message, (_, peer, _) in zip(channel.inbox(len(links.receive)), links.receive, strict=True)]
+        if self._is_host:
+            works = [dist.irecv(room, peer, group, tag) for room, peer in inbox]
+            return [work for work in (*works, *(dist.isend(out, peer, group, tag) for peer in links.send)) if work is not None]
+        operations = [dist.P2POp(dist.isend, out, peer, group, tag) for peer in links.send]
+        operations += [dist.P2POp(dist.irecv, room, peer, group, tag) for room, peer in inbox]
+        return list(dist.batch_isend_irecv(operations)) if operations else []  # NCCL would deadlock on them one by one
 
     def _wait(self, works: list[dist.Work], doing: str) -> None:
         """Waits for each once: a second wait() on a gloo message would wait for a second message."""
@@ -194,14 +193,13 @@ class ProcessGroup:
     def _hear(self, message: _Message, node: int, k: int) -> bool | Tensor:
         """Takes in a head: is this bucket finite? Notes the earliest alarm that it or its head tells of."""
         code = float(k * self.n + node)
-        if self._is_host:
-            total, alarm = message.head_on_host()
-            finite = math.isfinite(total)
-            self._alarm = min(self._alarm, alarm if finite else min(alarm, code))
+        if message.on_host is not None:
+            finite = math.isfinite(message.on_host[0])
+            self._alarm = min(self._alarm, float(message.on_host[1]), math.inf if finite else code)
             return finite
         fine = message.head[0].isfinite()
         heard = torch.where(fine, message.head[1], message.head[1].clamp(max=code))
-        self._alarm = heard.clone() if isinstance(self._alarm, float) else torch.minimum(self._alarm, heard)
+        self._alarm = heard if isinstance(self._alarm, float) else torch.minimum(self._alarm, heard)
         return fine
 
     def _alarmed(self) -> float | Tensor:
@@ -220,6 +218,11 @@ class ProcessGroup:
         )
 
 
+def _scaled(x: Tensor, factor: float, out: Tensor) -> Tensor:
+    """out <- factor x; `out` may be of a wider dtype, which the product is then taken in."""
+    return torch.mul(x, factor, out=out) if x.dtype == out.dtype else out.copy_(x).mul_(factor)
+
+
 class _Links(NamedTuple):
     """Whom this rank hears from (node, global rank, weight), whom it sends to (global ranks), and its own weight."""
 
@@ -236,11 +239,8 @@ class _Message:
         self.whole = torch.zeros(in_front + d, dtype=dtype, device=device)
         self.head = self.whole[:in_front].view(head)
         self.payload = self.whole[in_front:]
-        self._head_here = self.head.numpy() if device.type == "cpu" else None
-
-    def head_on_host(self) -> tuple[float, float]:
-        assert self._head_here is not None
-        return float(self._head_here[0]), float(self._head_here[1])
+        # the same memory, for the host to read and write without the cost of a tensor operation
+        self.on_host = self.head.numpy() if device.type == "cpu" else None
 
 
 class _Channel:
@@ -265,17 +265,24 @@ class _Channel:
         return self._total
 
     def stamp(self, engine: ProcessGroup, k: int, scalars: Tensor | None) -> None:
-        """Fills the head. A sum is finite if and only if its terms are (short of overflow, which is as bad a sign)."""
+        """Fills the head. A sum of squares is finite if and only if its terms are; one that overflows is as bad a sign."""
         head, payload = self.out.head, self.out.payload
-        head[0] = payload.sum(dtype=accumulator(payload.dtype))
-        head[1] = math.inf
-        engine._hear(self.out, engine.rank, k)
-        head[1] = engine._alarm
+        is_half = payload.dtype != accumulator(payload.dtype)
+        size = payload.sum(dtype=torch.float32) if is_half else torch.dot(payload, payload)  # dot is the faster one
+        if self.out.on_host is not None:
+            self.out.on_host[:2] = size.item(), math.inf
+            engine._hear(self.out, engine.rank, k)
+            self.out.on_host[1] = engine._alarm
+        else:
+            head[0], head[1] = size, math.inf
+            engine._hear(self.out, engine.rank, k)
+            head[1] = engine._alarm
         if scalars is not None:
             head[2 : 2 + scalars.numel()] = scalars
 
 
-class _Gossip(NamedTuple):
+@dataclass
+class _Gossip(Pending):
     engine: ProcessGroup
     channel: _Channel
     works: list[dist.Work]
@@ -284,33 +291,43 @@ class _Gossip(NamedTuple):
     scalars: int
     own: bool
 
-    def wait(self) -> Mixed:
-        engine, out, inbox = self.engine, self.channel.out, self.channel.inbox(len(self.links.receive))
+    def arrived(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Payload, scalars and weight of each neighbour's message; what is not finite is replaced by this node's own."""
+        engine, own = self.engine, self.channel.out
         names = ", ".join(str(node) for node, _, _ in self.links.receive)
         engine._wait(self.works, f"gossiping at step {self.k} with node {names}")
-        x, own = out.payload, self.links.own if self.own else 0.0
-        mixed = engine._room_to_mix(len(x), x.dtype, x.device)
-        if not self.own:
-            mixed.zero_()
-        elif x.dtype == mixed.dtype:
-            torch.mul(x, own, out=mixed)
-        else:
-            mixed.copy_(x).mul_(own)
-        scalars = out.head[2 : 2 + self.scalars] * own
-        for message, (node, _, w) in zip(inbox, self.links.receive, strict=True):
+        for message, (node, _, w) in zip(self.channel.inbox(len(self.links.receive)), self.links.receive, strict=True):
             finite = engine._hear(message, node, self.k)
-            received = message.payload
             if isinstance(finite, Tensor):
-                received = torch.where(finite, received, x)
-            elif not finite:
-                received = x
-            mixed.add_(received, alpha=w)
-            if self.scalars:
-                scalars += w * message.head[2 : 2 + self.scalars]
+                payload = torch.where(finite, message.payload, own.payload)
+            else:
+                payload = message.payload if finite else own.payload
+            yield payload, message.head[2 : 2 + self.scalars], w
+
+    def wait(self) -> Mixed:
+        out, own = self.channel.out, self.links.own if self.own else 0.0
+        mixed = self.engine._room_to_mix(len(out.payload), out.payload.dtype, out.payload.device)
+        _scaled(out.payload, own, mixed) if self.own else mixed.zero_()
+        scalars = out.head[2 : 2 + self.scalars] * own
+        for payload, theirs, w in self.arrived():
+            mixed.add_(payload, alpha=w)
+            scalars += w * theirs
         return Mixed(mixed, scalars)
 
+    def write_to(self, x: Buckets, b: int) -> None:
+        """W x = x + (1 - w_ii) (the neighbours' average - x), straight into the parameters: one pass less than by way of a buffer."""
+        if self.channel.out.payload.dtype != accumulator(self.channel.out.payload.dtype):
+            return super().write_to(x, b)  # half precision: sum in float32 first
+        average, total = None, 0.0
+        for payload, _, w in self.arrived():
+            total += w
+            average = payload if average is None else torch.lerp(average, payload, w / total, out=average)
+        if average is not None:
+            x.lerp(b, average, total)
 
-class _Mean(NamedTuple):
+
+@dataclass
+class _Mean(Pending):
     engine: ProcessGroup
     total: _Message
     works: list[dist.Work]
@@ -323,9 +340,7 @@ class _Mean(NamedTuple):
         engine._wait(self.works, doing)
         if float(total.head[0]) > 0:
             engine._all_alarmed(doing)
-        mixed = engine._room_to_mix(len(total.payload), total.payload.dtype, total.payload.device)
-        torch.mul(total.payload, 1 / engine.n, out=mixed)
-        return Mixed(mixed, total.head[1 : 1 + self.scalars].double() / engine.n if self.scalars else NO_SCALARS)
+        return Mixed(total.payload, total.head[1 : 1 + self.scalars].double() / engine.n if self.scalars else NO_SCALARS)
 
 
 def unwrap(model: torch.nn.Module, group: Group | None, local_group: Group | None) -> torch.nn.Module:

@@ -1,0 +1,145 @@
+"""What the core costs beside the least that it could cost, measured in one run.
+
+1. The stacked engine's gossip step on a ring, d = 1,000, as a share of the machine's copy bandwidth: the step must read X and write X
+   once, which is what a copy does. Beside it the dense product W X, where W fits.
+2. The Averager's own cost per step for 25 M parameters in 161 tensors (the shapes of a ResNet-50) between two ranks with the transport
+   stubbed out, in plain copies of the parameters: packing, mixing and writing back is all that is left.
+
+    make bench            writes benchmarks/results/core.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rumor
+from rumor.process_group import ProcessGroup
+
+
+def interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, taking turns, so that a slow moment of the machine hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for repeat in range(repeats + 2):  # the first two warm up
+        for name, run in contestants.items():
+            began = time.perf_counter()
+            run()
+            if repeat >= 2:
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def stacked_ring(n: int, d: int = 1000, repeats: int = 60) -> dict[str, Any]:
+    x = torch.randn(n, d)
+    other = torch.empty_like(x)
+    engine, topology = rumor.Stacked(n), rumor.ring(n)
+    contestants: dict[str, Callable[[], object]] = {
+        "copy": lambda: other.copy_(x),
+        "gossip": lambda: engine.gossip(x, topology, 0).wait(),
+    }
+    if n <= 1000:
+        W = topology.W().float()
+        contestants["dense"] = lambda: torch.mm(W, x, out=other)
+    seconds = interleaved(contestants, repeats)
+    row = {"n": n, "d": d, **{f"{name}_ms": 1e3 * s for name, s in seconds.items()}}
+    return {**row, "share_of_copy_bandwidth": seconds["copy"] / seconds["gossip"], "copy_GB_per_s": 2 * x.nbytes / seconds["copy"] / 1e9}
+
+
+def resnet50_shapes() -> list[torch.Size]:
+    """The 161 parameter tensors of a ResNet-50: 25.6 M numbers."""
+    shapes = [[64, 3, 7, 7], [64], [64]]
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            for shape in ([width, channels, 1, 1], [width, width, 3, 3], [4 * width, width, 1, 1]):
+                shapes += [shape, [shape[0]], [shape[0]]]
+            if block == 0:
+                shapes += [[4 * width, channels, 1, 1], [4 * width], [4 * width]]
+            channels = 4 * width
+    return [torch.Size(shape) for shape in [*shapes, [1000, 2048], [1000]]]
+
+
+class NoTransport(ProcessGroup):
+    """Two ranks, the other of which answers at once, with this rank's head and whatever lies in the buffer behind it."""
+
+    def _post(self, channel: Any, links: Any) -> list[dist.Work]:
+        channel.inbox(1)[0].head.copy_(channel.out.head)
+        return []
+
+    def agree(self, what: str, mine: str) -> None:
+        pass
+
+    def broadcast(self, tensors: object) -> None:
+        pass
+
+
+def averager_cost(repeats: int = 30) -> list[dict[str, Any]]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    rumor.averager.ProcessGroup = NoTransport  # type: ignore[misc]
+    model = nn.Module()
+    for i, shape in enumerate(resnet50_shapes()):
+        model.register_parameter(f"p{i}", nn.Parameter(torch.randn(shape) * 0.01))
+    count = sum(p.numel() for p in model.parameters())
+    tensors = [p.detach() for p in model.parameters()]
+    copies = [torch.empty_like(p) for p in tensors]
+    source, target = torch.randn(count), torch.empty(count)
+    ring = rumor.ring(2)
+    averagers = {
+        "gossip": rumor.Averager(model, rumor.gossip_sgd(ring)),
+        "gossip, delay=1": rumor.Averager(model, rumor.gossip_sgd(ring, delay=1)),
+        "global average": rumor.Averager(model, rumor.parallel_sgd(2)),
+    }
+    contestants: dict[str, Callable[[], object]] = {
+        "copy": lambda: torch._foreach_copy_(copies, tensors),
+        "flat copy": lambda: target.copy_(source),
+    }
+    contestants |= {name: averager.step for name, averager in averagers.items()}
+    seconds = interleaved(contestants, repeats)
+    dist.destroy_process_group()
+    return [
+        {"step": name, "ms": 1e3 * seconds[name], "copy_ms": 1e3 * seconds["copy"], "copies": seconds[name] / seconds["copy"]}
+        | {"flat_copy_ms": 1e3 * seconds["flat copy"], "flat_copies": seconds[name] / seconds["flat copy"]}
+        | {"parameters": count, "tensors": len(tensors)}
+        for name in averagers
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("core.json"), help="where the results go, as JSON")
+    out: Path = parser.parse_args().out
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, float32\n")
+    print(f"{'ring of n':>10} {'copy ms':>9} {'gossip ms':>10} {'dense ms':>9} {'share of copy bandwidth':>24}")
+    rings = []
+    for n in (100, 1_000, 10_000):
+        rings.append(row := stacked_ring(n))
+        dense = f"{row['dense_ms']:9.3f}" if "dense_ms" in row else f"{'-':>9}"
+        print(f"{n:10,} {row['copy_ms']:9.3f} {row['gossip_ms']:10.3f} {dense} {row['share_of_copy_bandwidth']:24.0%}")
+    costs = averager_cost()
+    print(f"\n{costs[0]['parameters']:,} parameters in {costs[0]['tensors']} tensors, transport stubbed out")
+    print(f"a plain copy of them takes {costs[0]['copy_ms']:.1f} ms, of as many numbers in one tensor {costs[0]['flat_copy_ms']:.1f} ms")
+    print(f"{'step':>16} {'ms':>7} {'copies':>7} {'flat copies':>12}")
+    for row in costs:
+        print(f"{row['step']:>16} {row['ms']:7.1f} {row['copies']:7.2f} {row['flat_copies']:12.2f}")
+    machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": platform.processor() or platform.machine()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_suffix(".tmp")
+    aside.write_text(json.dumps({"machine": machine, "stacked_ring": rings, "averager": costs}, indent=1) + "\n")
+    os.replace(aside, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""What mixing must keep: the mean, equality after a global round, and convergence to consensus."""
+
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+
+import rumor
+from rumor.engine import Leaves
+from tests.cluster import Cluster
+from tests.problems import ALGORITHMS, N, flat, lopsided, network
+
+NONE = Leaves([])
+TOPOLOGIES = [
+    *(build(n) for n in (2, 3, 5, 8) for build in (rumor.ring, rumor.grid, rumor.torus, rumor.exponential, rumor.one_peer_exponential)),
+    rumor.complete(4),
+    rumor.ring(20),
+    rumor.from_networkx(nx.star_graph(6)),
+    rumor.from_matrices([rumor.ring(5).W(), rumor.exponential(5).W()]),
+]
+
+
+def consensus(algorithm: Any, x: torch.Tensor, steps: int) -> torch.Tensor:
+    """`steps` steps without gradients, from models that differ."""
+    engine, leaves = rumor.Stacked(x.shape[-2]), Leaves([x], keep=algorithm.delay > 0)
+    state = algorithm.start(leaves, engine)
+    for _ in range(steps):
+        algorithm.step(leaves, NONE, state, engine, None, 0.1)
+    return x
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
+def test_a_thousand_steps_of_gossip_reach_consensus(topology: rumor.Topology, delay: int) -> None:
+    x = torch.randn(topology.n, 3, dtype=torch.float64)
+    mean = x.mean(dim=0)
+    after = consensus(rumor.gossip_sgd(topology, delay=delay), x, 1000)
+    assert (after - mean).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("topology", [rumor.ring(5), rumor.one_peer_exponential(8), lopsided()], ids=str)
+def test_push_sum_reaches_consensus_on_the_mean(topology: rumor.Topology, delay: int) -> None:
+    x = torch.randn(topology.n, 3, dtype=torch.float64)
+    mean = x.mean(dim=0)
+    assert (consensus(rumor.osgp(topology, delay=delay), x, 1000) - mean).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if "gp" not in name and name != "slowmo"])
+def test_every_step_keeps_the_mean_of_the_nodes(name: str) -> None:
+    algorithm, x = ALGORITHMS[name](), torch.randn(N, 6, dtype=torch.float64)
+    engine, leaves = rumor.Stacked(N), Leaves([x], keep=algorithm.delay > 0)
+    state = algorithm.start(leaves, engine)
+    loss = torch.ones(N, 1, dtype=torch.float64)
+    for _ in range(30):
+        x += torch.randn(N, 6, dtype=torch.float64)  # any local step
+        mean = x.mean(dim=0)
+        algorithm.step(leaves, NONE, state, engine, loss if algorithm.needs_loss else None, None)
+        assert (x.mean(dim=0) - mean).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("topology", [rumor.one_peer_exponential(N), lopsided()], ids=str)
+def test_push_sum_keeps_the_mean_of_nodes_and_messages_in_flight(topology: rumor.Topology, delay: int) -> None:
+    algorithm, z = rumor.osgp(topology, delay=delay), torch.randn(N, 6, dtype=torch.float64)
+    engine, leaves = rumor.Stacked(N), Leaves([z], keep=True)
+    state = algorithm.start(leaves, engine)
+    mass, seen = z.sum(dim=0), []
+    for _ in range(30):
+        gradient = torch.randn(N, 6, dtype=torch.float64)
+        z -= gradient
+        mass = mass - gradient.sum(dim=0)
+        algorithm.step(leaves, NONE, state, engine, None, None)
+        flying = [message.wait() for message in state.flight.pending] if state.flight else []
+        total = state.buckets["x"][0].sum(dim=0) + sum(mixed.x.sum(dim=0) for mixed in flying)
+        weight = state.scalars["w"].sum() + sum(mixed.scalars.sum() for mixed in flying)
+        assert (total - mass).abs().max() < 1e-12
+        assert abs(weight - N) < 1e-12
+        assert (z - state.buckets["x"][0] / state.scalars["w"]).abs().max() < 1e-12
+        seen.append(state.scalars["w"].clone())
+    if topology.push_only:
+        assert (seen[-1] - seen[-1].mean()).abs().max() > 0.05, "the weights must not be all alike here"
+
+
+def after_a_global_round(rank: int, name: str) -> torch.Tensor:
+    model = network(torch.float32)
+    averager = rumor.Averager(model, ALGORITHMS[name]())
+    models = []
+    for _ in range(6):
+        with torch.no_grad():
+            for p in model.parameters():
+                p += torch.randn(p.shape, generator=torch.Generator().manual_seed(rank))
+        rounds = averager.metrics.rounds["global"]
+        averager.step(1.0, lr=0.1)
+        if averager.metrics.rounds["global"] > rounds:
+            models.append(flat(model))
+    return torch.stack(models)
+
+
+@pytest.mark.parametrize("name", ["parallel_sgd", "local_sgd", "gossip_pga", "gossip_aga", "slowmo"])
+def test_after_a_global_round_all_nodes_are_bitwise_equal(four: Cluster, name: str) -> None:
+    results = four.run(after_a_global_round, name)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_trials_are_independent(name: str) -> None:
+    """A leading dimension gives what as many separate runs give; Gossip-AGA, whose trials would have periods of their own, refuses."""
+    algorithm, start = ALGORITHMS[name](), torch.randn(2, 3, N, 5, dtype=torch.float64)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        engine, leaves = rumor.Stacked(N), Leaves([x], keep=algorithm.delay > 0)
+        state = algorithm.start(leaves, engine)
+        for _ in range(7):
+            x.mul_(0.9).add_(0.1)
+            algorithm.step(leaves, NONE, state, engine, torch.ones(*x.shape[:-1], 1) if algorithm.needs_loss else None, 0.1)
+        return x
+
+    if algorithm.needs_loss:
+        with pytest.raises(ValueError, match="run the trials one by one"):
+            run(start)
+    else:
+        alone = torch.stack([torch.stack([run(start[a, b]) for b in range(3)]) for a in range(2)])
+        assert (run(start) - alone).abs().max() < 1e-14
+
+
+@pytest.mark.parametrize("topology", [rumor.exponential(7), rumor.one_peer_exponential(6), lopsided()], ids=str)
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_stacked_gossip_is_the_dense_product(topology: rumor.Topology, own: bool, dtype: torch.dtype) -> None:
+    for csr in (True, False):
+        engine = rumor.Stacked(topology.n)
+        engine._use_csr = csr  # both ways, whichever this machine would take
+        x = torch.randn(2, topology.n, 5).to(dtype)
+        for k in range(3):
+            W = topology.W(k)
+            expected = (W if own else W - W.diag().diag()) @ x.double()
+            mixed = engine.gossip(x, topology, k, own=own).wait().x
+            assert mixed.dtype == torch.promote_types(dtype, torch.float32)
+            assert (mixed - expected).abs().max() < (1e-14 if dtype == torch.float64 else 1e-5)
+
+
+def test_garbage_in_the_scratch_does_not_leak_into_the_next_step() -> None:
+    engine, x = rumor.Stacked(4), torch.full((4, 3), float("nan"))
+    engine.gossip(x, rumor.ring(4), 0).wait()
+    assert torch.equal(engine.gossip(torch.ones(4, 3), rumor.ring(4), 0).wait().x.round(decimals=6), torch.ones(4, 3))
+
+
+def test_a_wrong_shape_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"takes tensors \[\.\.\., 4, d\], got \[3, 5\]"):
+        rumor.Stacked(4).gossip(torch.zeros(3, 5), rumor.ring(4), 0)
+    with pytest.raises(ValueError, match="for n=5 nodes, but the engine has 4"):
+        rumor.Stacked(4).gossip(torch.zeros(4, 5), rumor.ring(5), 0)
