@@ -15,10 +15,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import rumor.flat
+
 
 def _serve(rank: int, n: int, rendezvous: str, timeout: float, pipe: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    rumor.flat.SMALLEST_BYTES = 160  # so that small models, too, are cut into several buckets
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n, timeout=limit)
     while (task := pipe.recv()) is not None:
@@ -58,15 +61,27 @@ class Cluster:
         assert all(kind == "error" for kind, _ in answers), f"some ranks did not raise: {answers}"
         return [(value[0], value[1]) for _, value in answers]
 
-    def _answers(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline: float) -> list[Any]:
+    def survivors(self, victim: int, function: Callable[..., Any], *arguments: Any, deadline: float = 90.0) -> dict[int, Any]:
+        """For a task in which the process of rank `victim` dies: what the others return."""
+        answers = self._answers(function, arguments, deadline, without=victim)
+        assert not self.processes[victim].is_alive()
+        assert all(kind == "result" for kind, _ in answers), answers
+        ranks = [rank for rank in range(len(self.processes)) if rank != victim]
+        return {rank: value for rank, (_, value) in zip(ranks, answers, strict=True)}
+
+    def _answers(self, function: Callable[..., Any], arguments: tuple[Any, ...], deadline: float, without: int | None = None) -> list[Any]:
         for pipe in self._pipes:
             pipe.send((function, arguments))
         ends = time.monotonic() + deadline
+        answers = []
         for rank, pipe in enumerate(self._pipes):
+            if rank == without:
+                continue
             if not pipe.poll(max(0.0, ends - time.monotonic())):
                 self.stop(kill=True)
                 raise TimeoutError(f"rank {rank} did not answer within {deadline:.0f} s: {function.__name__} hangs")
-        return [pipe.recv() for pipe in self._pipes]
+            answers.append(pipe.recv())
+        return answers
 
     def stop(self, kill: bool = False) -> None:
         for pipe, process in zip(self._pipes, self.processes, strict=True):

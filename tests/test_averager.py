@@ -300,7 +300,7 @@ def allocations(rank: int, name: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_no_allocation_per_step_after_the_first_period(four: Cluster, name: str) -> None:
-    """The smallest bucket is 16 KiB: nothing of a model's size is allocated, only a few scalars."""
+    """Buckets are of 70 KB here: nothing of their size is allocated, only a few scalars."""
     for first, later in four.run(allocations, name):
         assert first > 2**14, "the count must see allocations where there are some"
         assert later < 1024

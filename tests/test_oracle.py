@@ -85,7 +85,7 @@ def test_algorithm_equals_the_oracle(name: str, nesterov: float) -> None:
         sim.step(losses, lr=lr(k))
         assert np.abs(losses.detach().numpy() - expected.losses[k]).max() < 1e-9
         assert np.abs(sim.X.numpy() - expected.X[k + 1]).max() < 1e-10, f"step {k}"
-        assert sim.metrics.H == expected.periods[k], f"step {k}"
+        assert expected.periods[k] == sim.metrics.H, f"step {k}"
 
 
 def test_the_cases_exercise_what_they_claim() -> None:

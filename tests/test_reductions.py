@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rumor
 from tests.cluster import Cluster
-from tests.problems import N, OPTIMIZERS, batches, flat, loss_fn, network, train_here
+from tests.problems import OPTIMIZERS, N, batches, flat, loss_fn, network, train_here
 
 STEPS = 25
 RING = rumor.ring(N)

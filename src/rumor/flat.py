@@ -12,7 +12,7 @@ from torch import Tensor
 
 PIECES = 8  # messages posted at once keep both directions of a link busy ...
 BUCKET_BYTES = 2**22  # ... and a bucket should stay in the cache between packing and sending, mixing and writing
-SMALLEST_BYTES = 2**14  # a message below this size is all latency
+SMALLEST_BYTES = 2**18  # a message below this size is all latency
 
 Room = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
 

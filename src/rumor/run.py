@@ -79,7 +79,7 @@ class Run:
             "schedule": state.schedule._asdict(),
             "buckets": {name: _joined(tensors) for name, tensors in state.buckets.items()},
             "scalars": {name: tensor.clone() for name, tensor in state.scalars.items()},
-            "flight": None if state.flight is None else _saved(state.flight),
+            "flight": None if state.flight is None else self._saved(state.flight),
             "rounds": dict(self.metrics.rounds),
             "bytes_sent": self.metrics.bytes_sent,
         }
@@ -101,9 +101,16 @@ class Run:
         self.metrics.bytes_sent = saved["bytes_sent"]
         self.metrics.H = state.schedule.H
 
+    def _saved(self, flight: Flight) -> dict[str, Any]:
+        return {
+            "sent": _joined(flight.sent) if flight.sent else None,
+            "pending": _results(flight.pending, _shapes(self.x)),
+            "buffers": _results(flight.buffers, _shapes(self.buffers)) if flight.buffers else None,
+            "loss": flight.loss.wait().scalars.clone() if flight.loss else None,
+        }
+
     def _restored(self, saved: dict[str, Any]) -> Flight:
-        x = [self.x.peek(b) for b in range(len(self.x))]
-        buffers = [self.buffers.peek(b) for b in range(len(self.buffers))]
+        x, buffers = _shapes(self.x), _shapes(self.buffers)
         return Flight(
             sent=[] if saved["sent"] is None else [part.to(like.dtype) for part, like in zip(_cut_like(saved["sent"], x), x, strict=True)],
             pending=_arrived(saved["pending"], x),
@@ -124,18 +131,18 @@ def _cut_like(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view(t.shape).to(t.device) for part, t in zip(torch.split(joined, sizes), tensors, strict=True)]
 
 
-def _saved(flight: Flight) -> dict[str, Any]:
-    return {
-        "sent": _joined(flight.sent) if flight.sent else None,
-        "pending": _results(flight.pending),
-        "buffers": _results(flight.buffers) if flight.buffers else None,
-        "loss": flight.loss.wait().scalars.clone() if flight.loss else None,
-    }
+def _shapes(x: Buckets) -> list[Tensor]:
+    """Tensors of the buckets' shapes, dtypes and devices."""
+    return [x.peek(b) for b in range(len(x))]
 
 
-def _results(pending: Sequence[Pending]) -> dict[str, Any]:
-    arrived = [Mixed(mixed.x.clone(), mixed.scalars.clone()) for mixed in (message.wait() for message in pending)]
-    return {"x": _joined([mixed.x for mixed in arrived]), "scalars": [mixed.scalars for mixed in arrived]}
+def _results(pending: Sequence[Pending], like: Sequence[Tensor]) -> dict[str, Any]:
+    parts, scalars = [], []
+    for message, shaped in zip(pending, like, strict=True):
+        mixed = message.wait()
+        parts.append(mixed.x.expand(shaped.shape).clone())  # a mean may be one row for all nodes
+        scalars.append(mixed.scalars.clone())
+    return {"x": _joined(parts), "scalars": scalars}
 
 
 def _arrived(saved: dict[str, Any], like: Sequence[Tensor]) -> list[Pending]:

@@ -1,0 +1,219 @@
+"""What goes wrong gives a clear error at once, on every rank, and nothing hangs."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rumor
+from tests.cluster import Cluster
+from tests.problems import ALGORITHMS, N, flat, network
+
+RING = rumor.ring(N)
+
+
+def mistake(rank: int, what: str) -> None:
+    """Each of these must raise."""
+    model = network()
+    if what == "wrong size":
+        rumor.Averager(model, rumor.gossip_pga(rumor.ring(8), 6))
+    elif what == "wrong size, own matrix":
+        rumor.Averager(model, rumor.gossip_sgd(rumor.from_matrix(rumor.ring(3).W())))
+    elif what == "in DDP":
+        rumor.Averager(nn.parallel.DistributedDataParallel(model), rumor.gossip_pga(RING, 6))
+    elif what == "no loss":
+        rumor.Averager(model, rumor.gossip_aga(RING, 10)).step()
+    elif what == "loss of a batch":
+        rumor.Averager(model, rumor.gossip_aga(RING, 10)).step(torch.ones(3))
+    elif what == "no learning rate":
+        rumor.Averager(model, rumor.slowmo(RING, 6)).step(1.0)
+    elif what == "learning rate 0":
+        rumor.Averager(model, rumor.slowmo(RING, 1)).step(1.0, lr=0.0)
+    elif what == "no parameters":
+        rumor.Averager(nn.ReLU(), rumor.gossip_pga(RING, 6))
+    elif what == "all frozen":
+        rumor.Averager(model.requires_grad_(False), rumor.gossip_pga(RING, 6))
+    elif what == "not an algorithm":
+        rumor.Averager(model, "gossip")  # type: ignore[arg-type]
+    elif what == "moved":
+        averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
+        model.half()
+        averager.step()
+    elif what == "unfrozen":
+        model[0].requires_grad_(False)
+        averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
+        model[0].requires_grad_(True)
+        averager.step()
+    elif what == "other algorithm's state":
+        slow = rumor.Averager(model, rumor.slowmo(RING, 6)).state_dict()
+        rumor.Averager(model, rumor.gossip_pga(RING, 6)).load_state_dict(slow)
+    elif what == "other rank's state":
+        averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
+        averager.load_state_dict({**averager.state_dict(), "rank": 7})
+    elif what == "other H on rank 2":
+        rumor.Averager(model, rumor.gossip_pga(RING, 6 + (rank == 2)))
+    elif what == "other model on rank 3":
+        rumor.Averager(nn.Linear(5, 4 + (rank == 3)), rumor.gossip_pga(RING, 6))
+
+
+MISTAKES = {
+    "wrong size": r"topology is for n=8 nodes, but the group has 4: build it with ring\(4\)",
+    "wrong size, own matrix": "topology is for n=3 nodes, but the group has 4: build it for 4 nodes",
+    "in DDP": r"already in DistributedDataParallel.*model\.module",
+    "no loss": r"Gossip-AGA adapts its period to the loss: call step\(loss\)",
+    "loss of a batch": r"one number, got a tensor of shape \[3\]",
+    "no learning rate": r"SlowMo needs the current learning rate: call step\(loss, lr=",
+    "learning rate 0": "must be positive, got lr=0.0",
+    "no parameters": r"ReLU has no parameters that train \(of 0\)",
+    "all frozen": r"has no parameters that train \(of 4\)",
+    "not an algorithm": r"must be what rumor.gossip_pga\(...\) and its like return, got 'gossip'",
+    "moved": "has moved in memory",
+    "unfrozen": "build the Averager after unfreezing",
+    "other algorithm's state": "this state is of SlowMo",
+    "other rank's state": r"state of rank 7, but this is rank \d",
+    "other H on rank 2": r"disagree on the algorithm: rank 0 has .*H=6.*rank 2 has .*H=7",
+    "other model on rank 3": r"disagree on the model: rank 0 has weight \[4, 5\].*rank 3 has weight \[5, 5\]",
+}
+
+
+@pytest.mark.parametrize("what", MISTAKES)
+def test_a_mistake_gives_a_clear_error_on_every_rank(four: Cluster, what: str) -> None:
+    for _, text in four.errors(mistake, what):
+        assert re.search(MISTAKES[what], text), text
+
+
+def test_an_averager_needs_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        rumor.Averager(network(), rumor.gossip_sgd(RING))
+
+
+@pytest.mark.parametrize(
+    ("build", "says"),
+    [
+        (lambda: rumor.gossip_pga(RING, 0), "H must be a whole number >= 1, got H=0"),
+        (lambda: rumor.local_sgd(4, -1), "H must be a whole number >= 1"),
+        (lambda: rumor.slowmo(RING, 0), "H must be a whole number >= 1"),
+        (lambda: rumor.gossip_sgd(RING, delay=2), "delay must be 0 or 1"),
+        (lambda: rumor.osgp(RING, delay=2), "delay must be 0"),
+        (lambda: rumor.gossip_pga(RING, 4, average_rounds=0), "average_rounds=0"),
+        (lambda: rumor.gossip_pga(rumor.isolated(4), 4, average_rounds=2), "over links"),
+        (lambda: rumor.slowmo(RING, 4, momentum=1.0), "0 <= momentum < 1"),
+        (lambda: rumor.slowmo(RING, 4, slow_lr=0.0), "slow_lr > 0"),
+    ],
+)
+def test_a_method_that_cannot_be_is_refused(build: Callable[[], Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        build()
+
+
+# ---- a model that is not finite -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def brittle() -> Iterator[Cluster]:
+    """Processes of their own for what may break them; a time-out of 6 s."""
+    cluster = Cluster(N, timeout=6.0)
+    yield cluster
+    cluster.stop(kill=True)
+
+
+def poisoned(rank: int, name: str, bad: float) -> tuple[str, int, bool]:
+    """Node 2 goes bad before step 5. Returns the error, the step it came at, and whether this node's model was still finite."""
+    model = network(torch.float32)
+    averager = rumor.Averager(model, ALGORITHMS[name]())
+    finite = True
+    try:
+        for k in range(30):
+            if rank == 2 and k == 5:
+                with torch.no_grad():
+                    model[2].weight[0, 0] = bad
+            finite = bool(flat(model).isfinite().all())
+            averager.step(1.0, lr=0.1)
+    except FloatingPointError as error:
+        return str(error), k, finite
+    return "no error", 30, finite
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_model_is_stopped_before_it_spreads(brittle: Cluster, bad: float) -> None:
+    for name in ALGORITHMS:
+        results = brittle.run(poisoned, name, bad)
+        steps = {k for _, k, _ in results}
+        assert len(steps) == 1, f"{name}: all ranks raise at the same step, not at {steps}"
+        assert 5 <= steps.pop() <= 9, name
+        for rank, (text, _, finite) in enumerate(results):
+            sent_at = 6 if "delayed" in name else 5  # with delay 1, step 6 sends what step 5 ends with
+            assert f"the model of node 2 was not finite (NaN or Inf) when it was sent at step {sent_at};" in text, f"{name}: {text}"
+            assert finite == (rank != 2), f"{name}: node {rank}"
+
+
+# ---- a peer that is gone ----------------------------------------------------------------------------------------------------------
+
+
+def step_for_ever(rank: int, name: str, victim: int) -> tuple[str, float]:
+    """The victim dies at step 3; the others tell how they fared, and how long it took them to notice."""
+    model = network(torch.float32)
+    averager = rumor.Averager(model, ALGORITHMS[name]())
+    began = time.monotonic()
+    try:
+        for k in range(1000):
+            if rank == victim and k == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            averager.step(1.0, lr=0.1)
+    except ConnectionError as error:
+        return str(error), time.monotonic() - began
+    return "no error", 0.0
+
+
+@pytest.mark.parametrize("name", ["gossip_sgd", "gossip_pga delayed", "parallel_sgd", "osgp"])
+def test_a_dead_peer_is_an_error_within_the_time_out(brittle: Cluster, name: str) -> None:
+    for rank, (text, seconds) in brittle.survivors(1, step_for_ever, name, 1, deadline=30.0).items():
+        assert f"rank {rank} of 4 lost touch with the others while" in text
+        assert "step" in text
+        assert seconds < 20
+
+
+def slow_peer(rank: int) -> tuple[str, float]:
+    model = network(torch.float32)
+    averager = rumor.Averager(model, rumor.gossip_sgd(RING))
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(9)
+        return "slept", 9.0
+    try:
+        averager.step()
+        averager.step()
+    except ConnectionError as error:
+        return str(error), time.monotonic() - began
+    return "no error", 0.0
+
+
+def test_a_silent_peer_is_an_error_at_the_time_out(brittle: Cluster) -> None:
+    results = brittle.run(slow_peer)
+    for text, seconds in (results[0], results[2]):  # the neighbours of the sleeper
+        assert "gossiping at step 0 with node" in text
+        assert "init_process_group(timeout=...)" in text
+        assert 5 < seconds < 9
+
+
+def dropped(rank: int) -> Tensor:
+    """Averagers that are dropped with messages in flight must not disturb the next one."""
+    for _ in range(3):
+        model = network()
+        averager = rumor.Averager(model, rumor.gossip_sgd(RING, delay=1))
+        with torch.no_grad():
+            model[0].weight += rank
+        averager.step()
+        averager.step()
+    return flat(model)
+
+
+def test_an_averager_may_be_dropped_without_finish(four: Cluster) -> None:
+    once, again = four.run(dropped), four.run(dropped)
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))

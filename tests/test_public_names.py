@@ -1,0 +1,51 @@
+"""The exported names, and what they take: users and checks outside this repo call them."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import rumor
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_names() -> None:
+    topologies = "ring grid torus exponential one_peer_exponential complete isolated from_networkx from_matrix from_matrices from_digraph"
+    methods = "parallel_sgd local_sgd gossip_sgd gossip_pga gossip_aga slowmo osgp"
+    others = "Averager Simulator Stacked ProcessGroup Never Periodic Adaptive"
+    wanted = f"{topologies} {methods} {others}".split()
+    assert set(wanted) <= set(rumor.__all__)
+    assert all(hasattr(rumor, name) for name in rumor.__all__)
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters"),
+    [
+        (rumor.grid, "n shape=None"),
+        (rumor.torus, "n shape=None"),
+        (rumor.parallel_sgd, "n"),
+        (rumor.local_sgd, "n H"),
+        (rumor.gossip_sgd, "topology delay=0 average_rounds=None"),
+        (rumor.gossip_pga, "topology H delay=0 average_rounds=None"),
+        (rumor.gossip_aga, "topology warmup H_init=4 H_max=64 exponent=1.0 delay=0 average_rounds=None"),
+        (rumor.slowmo, "topology H momentum=0.5 slow_lr=1.0"),
+        (rumor.osgp, "topology delay=1"),
+        (rumor.Averager, "model algorithm group=None local_group=None"),
+        (rumor.Averager.step, "self loss=None lr=None"),
+        (rumor.Simulator, "model algorithm vmap=True"),
+        (rumor.Simulator.step, "self losses=None lr=None"),
+    ],
+    ids=lambda value: getattr(value, "__qualname__", ""),
+)
+def test_signatures(function: object, parameters: str) -> None:
+    found = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    assert " ".join(p.name if p.default is p.empty else f"{p.name}={p.default}" for p in found) == parameters
+
+
+def test_only_one_file_imports_torch_distributed() -> None:
+    importing = [
+        path.name for path in (ROOT / "src").rglob("*.py") if re.search(r"^\s*(import|from) torch\.distributed", path.read_text(), re.M)
+    ]
+    assert importing == ["process_group.py"]
