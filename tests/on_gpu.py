@@ -1,0 +1,199 @@
+"""Checks that need a GPU, which CI has none of: `PYTHONPATH=src:. python -m tests.on_gpu`, by hand, on a machine with one.
+
+Simulator on the GPU against the CPU; several gloo processes that share the GPU against the Simulator; the NCCL path as far as one GPU can
+show it: a group of one rank, and a neighbour that answers with an echo, to see that a gossip step never waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rumor
+import rumor.averager
+from rumor.engine import Leaves
+from rumor.process_group import ProcessGroup
+from tests.cluster import Cluster
+
+N = 4
+CUDA = torch.device("cuda")
+
+
+def algorithms() -> dict[str, Any]:
+    ring, peer = rumor.ring(N), rumor.one_peer_exponential(N)
+    return {
+        "parallel_sgd": rumor.parallel_sgd(N),
+        "local_sgd": rumor.local_sgd(N, 3),
+        "gossip_sgd": rumor.gossip_sgd(ring),
+        "gossip_pga": rumor.gossip_pga(ring, 3),
+        "gossip_pga delayed": rumor.gossip_pga(peer, 3, delay=1),
+        "gossip_pga by gossip": rumor.gossip_pga(ring, 3, average_rounds=2),
+        "gossip_aga": rumor.gossip_aga(ring, 9, H_init=2),
+        "slowmo": rumor.slowmo(ring, 3),
+        "osgp": rumor.osgp(peer),
+        "sgp": rumor.osgp(ring, delay=0),
+    }
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(x), y)
+
+
+def data(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(steps, N, 8, 5, generator=generator, dtype=torch.float64)
+    return x, (x[..., 0] > 0).long() + torch.arange(N)[:, None] % 2
+
+
+def simulate(algorithm: Any, device: torch.device, steps: int = 30) -> torch.Tensor:
+    sim = rumor.Simulator(network().to(device), algorithm)
+    opt = torch.optim.SGD(sim.parameters(), lr=0.05, momentum=0.9)
+    for x, y in zip(*(part.to(device) for part in data(steps)), strict=True):
+        losses = sim(loss_fn, x, y)
+        losses.sum().backward()
+        opt.step()
+        opt.zero_grad()
+        sim.step(losses, lr=0.05)
+    return sim.X.cpu()
+
+
+def simulator_on_the_gpu_equals_the_cpu() -> None:
+    for name, algorithm in algorithms().items():
+        difference = (simulate(algorithm, CUDA) - simulate(algorithm, torch.device("cpu"))).abs().max().item()
+        print(f"    {name:<22} {difference:.1e}")
+        assert difference < 1e-9
+
+
+def one_rank(rank: int, name: str) -> torch.Tensor:
+    model = network().cuda()
+    averager = rumor.Averager(model, algorithms()[name])
+    opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x, y = (part.cuda() for part in data(30))
+    for k in range(30):
+        loss = loss_fn(model, x[k, rank], y[k, rank])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        averager.step(loss, lr=0.05)
+    averager.consensus_distance()
+    with averager.averaged():
+        pass
+    averager.state_dict()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+
+
+def processes_that_share_the_gpu_equal_the_simulator() -> None:
+    cluster = Cluster(N)
+    try:
+        for name, algorithm in algorithms().items():
+            expected = simulate(algorithm, torch.device("cpu"))
+            difference = (torch.stack(cluster.run(one_rank, name)) - expected).abs().max().item()
+            print(f"    {name:<22} {difference:.1e}")
+            assert difference < 1e-9
+    finally:
+        cluster.stop()
+
+
+def stacked_gossip_on_the_gpu() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for topology in (rumor.ring(64), rumor.one_peer_exponential(50), rumor.exponential(33)):
+            x = torch.randn(3, topology.n, 100, device=CUDA).to(dtype)
+            for csr in (True, False):
+                engine = rumor.Stacked(topology.n, CUDA)
+                engine._use_csr = csr
+                mixed = engine.gossip(x, topology, 1).wait().x
+                assert (mixed.double() - topology.W(1).to(CUDA) @ x.double()).abs().max() < (1e-12 if dtype == torch.float64 else 1e-5)
+    x = torch.randn(10_000, 1000, device=CUDA)
+    engine, topology, other = rumor.Stacked(10_000, CUDA), rumor.ring(10_000), torch.empty_like(x)
+    leaves = Leaves([x])
+    gossip = seconds(lambda: engine.gossip(x, topology, 0).wait())
+    step = seconds(lambda: leaves.write(0, engine.gossip(x, topology, 0).wait().x))
+    copy = seconds(lambda: other.copy_(x))
+    print(f"    ring of 10,000, d = 1,000: copy {copy * 1e6:.0f} us, gossip {gossip * 1e6:.0f} us, written back {step * 1e6:.0f} us")
+
+
+def seconds(run: Any, repeats: int = 50) -> float:
+    for _ in range(3):
+        run()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(repeats):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / repeats
+
+
+class Echo(ProcessGroup):
+    """NCCL's path with a neighbour that sends back what it hears: all work stays on the device."""
+
+    def __init__(self, group: Any = None):
+        super().__init__(group)
+        self.n = 4
+
+    def _post(self, channel: Any, links: Any) -> list[Any]:
+        for message in channel.inbox(len(links.receive)):
+            message.whole.copy_(channel.out.whole)
+        return []
+
+
+def nccl_path_never_waits_for_the_device_on_a_gossip_step() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+    dist.init_process_group("nccl", rank=0, world_size=1)
+    alone = rumor.Averager(network().cuda(), rumor.gossip_pga(rumor.ring(1), 2))
+    for _ in range(4):
+        alone.step()
+    alone.finish()
+    assert alone.consensus_distance() == 0
+    real, rumor.averager.ProcessGroup = rumor.averager.ProcessGroup, Echo  # type: ignore[misc]
+    for algorithm in (rumor.gossip_sgd(rumor.ring(4)), rumor.gossip_sgd(rumor.exponential(4), delay=1), rumor.osgp(rumor.ring(4))):
+        model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 20)).cuda()
+        averager = rumor.Averager(model, algorithm)
+        averager.step()
+        averager.step()
+        before = [p.detach().clone() for p in model.parameters()]
+        torch.cuda.set_sync_debug_mode("error")
+        for _ in range(5):
+            averager.step()
+        torch.cuda.set_sync_debug_mode("default")
+        if algorithm.delay == 0:  # an echo leaves the model as it is
+            assert all(torch.allclose(p, was, atol=1e-6) for p, was in zip(model.parameters(), before, strict=True))
+        assert not math.isfinite(float(averager.engine._alarm))
+        with torch.no_grad():
+            model[0].bias[3] = float("nan")
+        averager.step()
+        averager.step()
+        assert float(averager.engine._alarm) // 4 in (7, 8, 9), "the device has noted who was not finite, and when"
+        print(f"    {algorithm}: no synchronisation; a bad model is noted on the device")
+    rumor.averager.ProcessGroup = real  # type: ignore[misc]
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    for check in (
+        simulator_on_the_gpu_equals_the_cpu,
+        stacked_gossip_on_the_gpu,
+        processes_that_share_the_gpu_equal_the_simulator,
+        nccl_path_never_waits_for_the_device_on_a_gossip_step,
+    ):
+        print(check.__name__.replace("_", " "))
+        check()
+    print("all passed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What the README tells users to type does what it says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_train_script(tmp_path: Path) -> None:
+    (script,) = [block for block in BLOCKS if block.startswith("# train.py")]
+    (tmp_path / "train.py").write_text(script)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    said = run([*torchrun, "train.py"], tmp_path)
+    error = re.search(r"largest error of a weight: ([\d.]+), .*'gossip': 167, 'global': 33", said)
+    assert error, said
+    assert float(error.group(1)) < 0.2
+
+
+def test_other_blocks(tmp_path: Path) -> None:
+    others = [block for block in BLOCKS if not block.startswith("# train.py")]
+    assert others
+    for block in others:
+        (tmp_path / "block.py").write_text(block)
+        assert run([sys.executable, "block.py"], tmp_path)
+
+
+def test_the_demo_prints_its_table(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    said = run([*torchrun, str(ROOT / "examples" / "digits.py"), "--steps", "60"], tmp_path)
+    rows = re.findall(r"^(Parallel SGD|Local SGD|Gossip SGD|Gossip-PGA|Gossip-AGA) +([\d.]+)%", said, re.M)
+    assert len(rows) == 5, said
+    assert all(float(accuracy) > 50 for _, accuracy in rows)
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
