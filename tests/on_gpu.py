@@ -142,6 +142,9 @@ class Echo(ProcessGroup):
         super().__init__(group)
         self.n = 4
 
+    def agree(self, what: str, mine: str) -> None:
+        pass
+
     def _post(self, channel: Any, links: Any) -> list[Any]:
         for message in channel.inbox(len(links.receive)):
             message.whole.copy_(channel.out.whole)

@@ -53,6 +53,7 @@ class Done(Pending):
 
 class Engine(Protocol):
     n: int
+    device: torch.device  # where messages are, which may not be where the model is
     metrics: Metrics
 
     def gossip(self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
@@ -93,8 +94,9 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def own_copy(x: Buckets) -> list[Tensor]:
-    """All buckets as they are now, to keep, in the dtype that sums are taken in."""
-    return [x.peek(b).to(accumulator(x.peek(b).dtype), copy=True) for b in range(len(x))]
+    """All buckets as they are now, to keep, in the dtype that sums are taken in. For the start: it uses the buffers for sending."""
+    buckets = (x.read(b) for b in range(len(x)))
+    return [bucket.to(accumulator(bucket.dtype), copy=True) for bucket in buckets]
 
 
 class Leaves:

@@ -78,11 +78,11 @@ class ProcessGroup:
         channel.stamp(self, k, None)
         total = channel.total()
         _scaled(channel.out.payload, 1 / self.n, total.payload)
-        head = total.head.zero_()
-        head[0] = self._alarmed()
+        total.head.zero_()
+        total.head[:1].copy_(self._alarmed())
         count = 0 if scalars is None else scalars.numel()
         if scalars is not None:
-            head[1 : 1 + count] = scalars
+            total.head[1 : 1 + count] = scalars
         works = [dist.all_reduce(total.whole, group=self.group, async_op=True)] if self.n > 1 else []
         self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += 2 * (self.n - 1) * total.whole.nbytes // self.n
@@ -202,8 +202,10 @@ class ProcessGroup:
         self._alarm = heard if isinstance(self._alarm, float) else torch.minimum(self._alarm, heard)
         return fine
 
-    def _alarmed(self) -> float | Tensor:
-        return (self._alarm < math.inf).double() if isinstance(self._alarm, Tensor) else float(self._alarm < math.inf)
+    def _alarmed(self) -> Tensor:
+        """1 where this node knows of a model that is not finite, else 0."""
+        alarm = self._alarm if isinstance(self._alarm, Tensor) else torch.tensor(self._alarm)
+        return (alarm < math.inf).double()
 
     def _all_alarmed(self, doing: str) -> None:
         """At a global round that found some rank alarmed: all of them are here, so they can settle whose alarm was the first."""
@@ -273,10 +275,11 @@ class _Channel:
             self.out.on_host[:2] = size.item(), math.inf
             engine._hear(self.out, engine.rank, k)
             self.out.on_host[1] = engine._alarm
-        else:
-            head[0], head[1] = size, math.inf
+        else:  # fill_ and copy_: assigning a number to an element would wait for the device
+            head[:1].copy_(size)
+            head[1:2].fill_(math.inf)
             engine._hear(self.out, engine.rank, k)
-            head[1] = engine._alarm
+            head[1:2].copy_(torch.as_tensor(engine._alarm))
         if scalars is not None:
             head[2 : 2 + scalars.numel()] = scalars
 
