@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from rumor.engine import Buckets, Engine, Pending
@@ -27,10 +28,10 @@ Round = Literal["gossip", "global", "none"]
 class Flight:
     """Messages under way: what each bucket sent and what is to come of it; at a global round, float buffers and loss as well."""
 
-    sent: list[Tensor]
-    pending: list[Pending]
+    sent: list[Tensor] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
     buffers: list[Pending] = field(default_factory=list)
-    loss: Pending | None = None  # where it does not travel with the first bucket
+    loss: Pending | None = None  # whose scalars it is
 
 
 @dataclass
@@ -50,6 +51,11 @@ class State:
     scalars: dict[str, Tensor] = field(default_factory=dict)
     flight: Flight | None = None
     relays: list[Tensor] = field(default_factory=list)
+
+
+def check_algorithm(algorithm: object) -> None:
+    if not hasattr(algorithm, "topology"):
+        raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {algorithm!r}")
 
 
 class Algorithm(Protocol):
@@ -121,7 +127,7 @@ class GossipPGA:
         k, kind = state.schedule.k, self.round(state)
         if kind == "none":
             return None
-        flight = Flight([], [])
+        flight = Flight()
         # W = J goes by all-reduce too, but two nodes, for whom an exchange is as good and has less to set up
         all_reduce = (self.topology.is_complete and engine.n > 2) or (kind == "global" and self.average_rounds is None)
         for b in range(len(x)):
@@ -132,8 +138,8 @@ class GossipPGA:
                 flight.pending.append(engine.gossip(flight.sent[b], self.topology, k))
         if kind == "global":
             flight.buffers = [engine.mean(buffers.read(b), k) for b in range(len(buffers))]
-            if loss is not None and not all_reduce:  # gossip would leave each node with another loss, hence another period
-                flight.loss = engine.mean(loss, k, loss)
+        if kind == "global" and loss is not None:  # by gossip each node would have a loss, hence a period, of its own
+            flight.loss = flight.pending[0] if all_reduce else engine.mean(torch.zeros_like(loss), k, loss)
         return flight
 
     def receive(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, lr: float | None) -> None:
@@ -141,22 +147,18 @@ class GossipPGA:
         flight, state.flight = state.flight, None
         kind, loss = self.round(state), None
         if flight is not None:
+            loss = _one_number(flight.loss.wait().scalars) if flight.loss else None
             pending = self.repeat(flight, state, engine) if kind == "global" else flight.pending
             for b, message in enumerate(pending):
-                if self.delay == 0 and kind == "gossip":
-                    message.write_to(x, b)
-                    continue
-                mixed = message.wait()
-                loss = mixed.scalars.clone() if b == 0 else loss
                 if self.delay == 1:
-                    x.add(b, mixed.x, minus=flight.sent[b])
+                    x.add(b, message.wait().x, minus=flight.sent[b])
+                elif kind == "global":
+                    self.write_mean(x, b, message.wait().x, state, lr)
                 else:
-                    self.write_mean(x, b, mixed.x, state, lr)
+                    message.write_to(x, b)
             for b, message in enumerate(flight.buffers):
                 buffers.write(b, message.wait().x)
-            loss = flight.loss.wait().scalars if flight.loss else loss
-        agreed = _one_number(loss) if self.needs_loss and kind == "global" and loss is not None else None
-        state.schedule = self.schedule.next(state.schedule, agreed)
+        state.schedule = self.schedule.next(state.schedule, loss)
 
     def write_mean(self, x: Buckets, b: int, mean: Tensor, state: State, lr: float | None) -> None:
         x.write(b, mean)
@@ -173,10 +175,9 @@ class GossipPGA:
 
     def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None:
         """Waits for what is under way and drops it (it would not move the mean), then averages once more."""
-        if state.flight is not None:
-            for message in (*state.flight.pending, *state.flight.buffers):
-                message.wait()
-            state.flight = None
+        flight, state.flight = state.flight or Flight(), None
+        for message in (*flight.pending, *flight.buffers, *([flight.loss] if flight.loss else [])):
+            message.wait()
         average(x, engine, state.schedule.k)
         average(buffers, engine, state.schedule.k)
 

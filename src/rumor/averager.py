@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rumor.algorithm import Algorithm
+from rumor.algorithm import Algorithm, check_algorithm
 from rumor.flat import Flat
 from rumor.metrics import Metrics
 from rumor.process_group import Group, ProcessGroup, unwrap
@@ -37,7 +37,8 @@ class Averager:
     def __init__(self, model: nn.Module, algorithm: Algorithm, *, group: Group | None = None, local_group: Group | None = None):
         self.engine = ProcessGroup(group)
         module = unwrap(model, group, local_group)
-        _check_algorithm(algorithm, self.engine.n)
+        check_algorithm(algorithm)
+        _check_size(algorithm, self.engine.n)
         self._trained, self._frozen = trained_and_frozen(module)
         self._buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point() or buffer.is_complex()]
         self._local_group = local_group
@@ -45,7 +46,10 @@ class Averager:
         self.engine.agree("algorithm", repr(algorithm))
         self.engine.agree("model", shapes)
         with torch.no_grad():
-            self.engine.broadcast([*module.parameters(), *module.buffers()])
+            tensors = [*module.parameters(), *module.buffers()]
+            if local_group is not None:
+                self.engine.broadcast(tensors, local_group)
+            self.engine.broadcast(tensors)
             self._x = Flat(self._trained, self.engine.room)
             self._run = Run(algorithm, self.engine, self._x, Flat(self._buffers, self.engine.room))
 
@@ -113,9 +117,7 @@ class Averager:
         self._run.load_state_dict(state)
 
 
-def _check_algorithm(algorithm: Algorithm, n: int) -> None:
-    if not hasattr(algorithm, "topology"):
-        raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {algorithm!r}")
+def _check_size(algorithm: Algorithm, n: int) -> None:
     topology = algorithm.topology
     if topology.n != n:
         how = topology.name.split("(")[0]

@@ -46,9 +46,9 @@ class PushSum:
     def step(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None:
         k, w, arriving = state.schedule.k, state.scalars["w"], state.flight
         p_ii = engine.self_weight(self.topology, k)
-        departing = Flight([], [])
+        departing = Flight()
         if self.delay == 0:
-            arriving = Flight([], [self.push(x, b, state, engine, k) for b in range(len(x))])
+            arriving = Flight(pending=[self.push(x, b, state, engine, k) for b in range(len(x))])
         w_next = p_ii * w
         for b in range(len(x)):
             arrived = arriving.pending[b].wait() if arriving else None

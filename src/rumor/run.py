@@ -64,9 +64,8 @@ class Run:
             square = (own.to(mean) - mean).square_().sum(dim=-1, keepdim=True, dtype=torch.float64)
             squares = square if squares is None else squares + square.to(squares)
         assert squares is not None
-        distance = self.engine.mean(squares, self.k, squares).wait().scalars
-        self.metrics.consensus_distance = float(distance) if distance.numel() == 1 else None
-        return self.metrics.consensus_distance if self.metrics.consensus_distance is not None else float(distance.mean())
+        self.metrics.consensus_distance = float(self.engine.mean(torch.zeros_like(squares), self.k, squares).wait().scalars)
+        return self.metrics.consensus_distance
 
     # ---- state -------------------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rumor.algorithm import Algorithm
+from rumor.algorithm import Algorithm, check_algorithm
 from rumor.averager import trained_and_frozen
 from rumor.engine import Leaves, Stacked
 from rumor.flat import as_real
@@ -47,6 +47,7 @@ class Simulator:
     """
 
     def __init__(self, model: nn.Module, algorithm: Algorithm, *, vmap: bool = True):
+        check_algorithm(algorithm)
         trained_and_frozen(model)  # says so where nothing trains
         self.n = n = algorithm.topology.n
         self._model, self._vmap = model, vmap

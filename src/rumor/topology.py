@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,6 @@ class Topology:
         self.push_only = push_only
         self._matrices = tuple(matrices)
         self._found: dict[int, float] = {}  # contraction(l), once computed
-        self._has_links = any(any(i != j for j in W.row(i)) for W in matrices for i in range(W.n))
 
     def __repr__(self) -> str:
         return self.name
@@ -72,18 +72,18 @@ class Topology:
         """W[i, i] at step k."""
         return self.matrix(k).row(self._node(i)).get(i, 0.0)
 
-    @property
+    @cached_property
     def has_links(self) -> bool:
         """False where W = I: a gossip step is then no step at all."""
-        return self._has_links
+        return any(any(i != j for j in W.row(i)) for W in self._matrices for i in range(W.n))
 
-    @property
+    @cached_property
     def is_complete(self) -> bool:
         """True where W = 11'/n: one gossip step is the global average."""
         W = self._matrices[0]
         return self.period == 1 and isinstance(W, Circulant) and len(W.weights) == W.n and len(set(W.weights.values())) == 1
 
-    @property
+    @cached_property
     def beta(self) -> float:
         """||W - 11'/n||_2; of a cycle of p, ||W_(p-1) ... W_0 - 11'/n||_2 ** (1/p).
 
@@ -114,7 +114,7 @@ class Topology:
         phases = range(self.period)
         return max(spectrum.distance_to_average([self.matrix(k + s) for s in range(l)]) for k in phases)
 
-    @property
+    @cached_property
     def reach(self) -> int | None:
         """Steps after which word from any node, sent at any phase, is with all of them; None where it never is."""
         return steps_to_reach_all(self._matrices) if self.has_links or self.n == 1 else None

@@ -1,0 +1,137 @@
+"""Messages: a bucket with a head of a few numbers in front, and the alarm that heads carry from node to node.
+
+The alarm. A model that is not finite must not spread: receivers put their own model in the place of a bucket whose head says that it is
+not finite, and note which node sent it and when, as a number k n + node that is the smaller the earlier. Heads carry it on. By the next
+global round, or when word of it has had time to reach everyone, every rank raises. All of it costs a gossip step no further collective,
+and on a GPU no synchronisation: there the head is read by the device, and the host looks at what the device noted a little earlier.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rumor.engine import accumulator
+
+HEAD = 8  # numbers in front of a bucket: [sum of squares, alarm, scalars ...]; as float64, 64 bytes keep what follows aligned
+
+
+class Message:
+    """One stretch of memory: head, then payload. Between two nodes the head is float64 whatever the bucket is, since bytes just travel."""
+
+    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, head: torch.dtype = torch.float64):
+        in_front = HEAD * head.itemsize // dtype.itemsize
+        self.whole = torch.zeros(in_front + d, dtype=dtype, device=device)
+        self.head = self.whole[:in_front].view(head)
+        self.payload = self.whole[in_front:]
+        # the same memory, for the host to read and write without the cost of a tensor operation
+        self.on_host = self.head.numpy() if device.type == "cpu" else None
+
+    def scalars(self, count: int) -> Tensor:
+        return self.head[2 : 2 + count]
+
+
+class Channel:
+    """The buffers of one bucket: what goes out, what each neighbour sends, and what all of them sum up."""
+
+    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, tag: int):
+        self.tag = tag
+        self.out = Message(d, dtype, device)
+        self._shape = (d, dtype, device)
+        self._inbox: list[Message] = []
+        self._total: Message | None = None
+
+    def inbox(self, count: int) -> list[Message]:
+        while len(self._inbox) < count:
+            self._inbox.append(Message(*self._shape))
+        return self._inbox[:count]
+
+    def total(self) -> Message:
+        """Room for a sum over all nodes, whose head is summed too and so has the payload's dtype."""
+        if self._total is None:
+            d, dtype, device = self._shape
+            self._total = Message(d, accumulator(dtype), device, head=accumulator(dtype))
+        return self._total
+
+    def write_head(self, alarm: Alarm, node: int, k: int, scalars: Tensor | None) -> None:
+        """Makes `out` ready to go. A sum of squares is finite if and only if its terms are; one that overflows is as bad a sign."""
+        payload = self.out.payload
+        is_half = payload.dtype != accumulator(payload.dtype)
+        alarm.write(self.out, payload.sum(dtype=torch.float32) if is_half else torch.dot(payload, payload), node, k)
+        if scalars is not None:
+            self.out.scalars(scalars.numel()).copy_(scalars)
+
+
+class Alarm:
+    """The earliest k n + node of a model that was not finite, as far as this node knows; infinity if there was none."""
+
+    def __init__(self, n: int):
+        self.n = n
+        self.earliest = math.inf
+
+    def write(self, message: Message, size: Tensor, node: int, k: int) -> None:
+        """Fills in the head of this node's own message."""
+        head = message.on_host
+        assert head is not None
+        head[:2] = size.item(), math.inf
+        self.hear(message, node, k)
+        head[1] = self.earliest
+
+    def hear(self, message: Message, node: int, k: int) -> bool | Tensor:
+        """Is this bucket finite? Notes the earliest alarm that it or its head tells of."""
+        head = message.on_host
+        assert head is not None
+        finite = math.isfinite(head[0])
+        self.earliest = min(self.earliest, float(head[1]), math.inf if finite else k * self.n + node)
+        return finite
+
+    def is_known(self) -> Tensor:
+        """1 where there is an alarm, else 0."""
+        return torch.tensor([float(self.earliest < math.inf)])
+
+    def look(self) -> float:
+        """The alarm as the host knows it, without a wait."""
+        return self.earliest
+
+    def settle(self) -> Tensor:
+        """The alarm as it stands, [1] in float64, for all nodes to compare."""
+        return torch.tensor([self.earliest], dtype=torch.float64)
+
+
+class DeviceAlarm(Alarm):
+    """The same on a GPU: noted by the device, and copied to the host behind its back."""
+
+    def __init__(self, n: int, device: torch.device):
+        super().__init__(n)
+        self._noted = torch.full((1,), math.inf, dtype=torch.float64, device=device)
+        self._copy = torch.full((1,), math.inf, dtype=torch.float64, pin_memory=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def write(self, message: Message, size: Tensor, node: int, k: int) -> None:
+        # fill_ and copy_: to assign a number to an element would wait for the device
+        message.head[:1].copy_(size)
+        message.head[1:2].fill_(math.inf)
+        self.hear(message, node, k)
+        message.head[1:2].copy_(self._noted)
+
+    def hear(self, message: Message, node: int, k: int) -> bool | Tensor:
+        finite = message.head[:1].isfinite()
+        heard = message.head[1:2]
+        torch.minimum(self._noted, torch.where(finite, heard, heard.clamp(max=k * self.n + node)), out=self._noted)
+        return finite
+
+    def is_known(self) -> Tensor:
+        return (self._noted < math.inf).double()
+
+    def look(self) -> float:
+        if self._copied.query():  # type: ignore[no-untyped-call]
+            self.earliest = float(self._copy)
+            self._copy.copy_(self._noted, non_blocking=True)
+            self._copied.record()
+        return self.earliest
+
+    def settle(self) -> Tensor:
+        return self._noted.clone()
