@@ -64,6 +64,7 @@ class Cluster:
     def survivors(self, victim: int, function: Callable[..., Any], *arguments: Any, deadline: float = 90.0) -> dict[int, Any]:
         """For a task in which the process of rank `victim` dies: what the others return."""
         answers = self._answers(function, arguments, deadline, without=victim)
+        self.processes[victim].join(10)
         assert not self.processes[victim].is_alive()
         assert all(kind == "result" for kind, _ in answers), answers
         ranks = [rank for rank in range(len(self.processes)) if rank != victim]

@@ -213,6 +213,62 @@ def test_float_buffers_are_averaged_at_global_rounds_alone(four: Cluster, delay:
         assert count == 2
 
 
+class Counting(nn.Module):
+    """Replaces its buffer instead of changing it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + x
+        return self.weight * self.seen
+
+
+def replaced_buffers(rank: int, delay: int) -> Tensor:
+    model = Counting()
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 2, delay=delay))
+    for _ in range(2):
+        model(torch.full((3,), float(rank)))
+        averager.step()
+    with averager.averaged():
+        assert (gathered(model.seen) == model.seen).all()
+    return model.seen
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_buffers_that_a_model_replaces_are_averaged_too(four: Cluster, delay: int) -> None:
+    for seen in four.run(replaced_buffers, delay):
+        assert torch.equal(seen, torch.full((3,), 1.5 if delay else 3.0))
+
+
+def loaded_in_flight(rank: int) -> Tensor:
+    """Loading a state over an Averager whose messages are under way."""
+    model = network()
+    averager = rumor.Averager(model, rumor.gossip_sgd(RING, delay=1))
+    ends = []
+    for attempt in range(2):
+        if attempt == 0:
+            start = model.state_dict(), averager.state_dict()
+            start = {name: t.clone() for name, t in start[0].items()}, start[1]
+        else:
+            model.load_state_dict(start[0])
+            averager.load_state_dict(start[1])
+        for _ in range(3):
+            with torch.no_grad():
+                model[0].weight += rank
+            averager.step()
+        ends.append(flat(model))
+    assert torch.equal(ends[0], ends[1])
+    return ends[0]
+
+
+def test_a_state_may_be_loaded_while_messages_are_in_flight(four: Cluster) -> None:
+    ends = four.run(loaded_in_flight)
+    assert not torch.equal(ends[0], ends[1])
+
+
 def evaluate(rank: int, name: str) -> None:
     model = network()
     averager = rumor.Averager(model, ALGORITHMS[name]())

@@ -45,6 +45,12 @@ def mistake(rank: int, what: str) -> None:
         averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
         model.half()
         averager.step()
+    elif what == "replaced":
+        averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
+        model.load_state_dict({name: t.clone() for name, t in model.state_dict().items()}, assign=True)
+        averager.step()
+    elif what == "lazy":
+        rumor.Averager(nn.LazyLinear(3), rumor.gossip_pga(RING, 6))
     elif what == "unfrozen":
         model[0].requires_grad_(False)
         averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
@@ -73,7 +79,9 @@ MISTAKES = {
     "no parameters": r"ReLU has no parameters that train \(of 0\)",
     "all frozen": r"has no parameters that train \(of 4\)",
     "not an algorithm": r"must be what rumor.gossip_pga\(...\) and its like return, got 'gossip'",
-    "moved": "has moved in memory",
+    "moved": "has been replaced, or has moved in memory",
+    "replaced": "has been replaced, or has moved in memory",
+    "lazy": "parameter weight has no values yet",
     "unfrozen": "build the Averager after unfreezing",
     "other algorithm's state": "this state is of SlowMo",
     "other rank's state": r"state of rank 7, but this is rank \d",

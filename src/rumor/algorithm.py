@@ -175,11 +175,17 @@ class GossipPGA:
 
     def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None:
         """Waits for what is under way and drops it (it would not move the mean), then averages once more."""
-        flight, state.flight = state.flight or Flight(), None
-        for message in (*flight.pending, *flight.buffers, *([flight.loss] if flight.loss else [])):
-            message.wait()
+        wait_for(state.flight)
+        state.flight = None
         average(x, engine, state.schedule.k)
         average(buffers, engine, state.schedule.k)
+
+
+def wait_for(flight: Flight | None) -> None:
+    """Lets what is under way arrive."""
+    if flight is not None:
+        for message in (*flight.pending, *flight.buffers, *([flight.loss] if flight.loss else [])):
+            message.wait()
 
 
 def average(x: Buckets, engine: Engine, k: int) -> None:

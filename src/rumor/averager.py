@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from rumor.algorithm import Algorithm, check_algorithm
-from rumor.flat import Flat
+from rumor.flat import Flat, Places
 from rumor.metrics import Metrics
 from rumor.process_group import Group, ProcessGroup, unwrap
 from rumor.run import Run
@@ -39,8 +40,9 @@ class Averager:
         module = unwrap(model, group, local_group)
         check_algorithm(algorithm)
         _check_size(algorithm, self.engine.n)
-        self._trained, self._frozen = trained_and_frozen(module)
-        self._buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point() or buffer.is_complex()]
+        _, self._frozen = trained_and_frozen(module)
+        self._trained = Places(module, "_parameters", lambda p: p.requires_grad)
+        self._buffers = Places(module, "_buffers", is_averaged)
         self._local_group = local_group
         shapes = ", ".join(f"{name} {list(p.shape)} {p.dtype}" for name, p in module.named_parameters())
         self.engine.agree("algorithm", repr(algorithm))
@@ -50,8 +52,9 @@ class Averager:
             if local_group is not None:
                 self.engine.broadcast(tensors, local_group)
             self.engine.broadcast(tensors)
-            self._x = Flat(self._trained, self.engine.room)
-            self._run = Run(algorithm, self.engine, self._x, Flat(self._buffers, self.engine.room))
+            self._x = Flat(self._trained.tensors(), self.engine.room)
+            self._b = Flat(self._buffers.tensors(), self.engine.room)
+            self._run = Run(algorithm, self.engine, self._x, self._b)
 
     @property
     def metrics(self) -> Metrics:
@@ -66,12 +69,23 @@ class Averager:
             loss: this node's loss of this step; Gossip-AGA needs it, others ignore it.
             lr: the current learning rate; SlowMo needs it, others ignore it.
         """
-        if any(p.requires_grad for p in self._frozen):
-            raise RuntimeError("a parameter that was frozen when the Averager was built now trains: build the Averager after unfreezing")
-        self._x.check_not_moved()
+        self._find_tensors()
         k = self._run.k
         self._run.step(self._as_scalar(loss), lr)
         self.engine.raise_alarm(k, self._run.algorithm.topology)
+
+    def _find_tensors(self) -> None:
+        """Parameters must be where they were, since the optimizer has them too; buffers may have been replaced, as some models do."""
+        if any(p.requires_grad for p in self._frozen):
+            raise RuntimeError("a parameter that was frozen when the Averager was built now trains: build the Averager after unfreezing")
+        if not self._x.still_holds(self._trained.tensors()):
+            raise RuntimeError(
+                "a parameter has been replaced, or has moved in memory, since the Averager was built (model.to(), .half(), an assignment "
+                "to .data, load_state_dict(assign=True)): do that first, then build the optimizer and the Averager"
+            )
+        buffers = self._buffers.tensors()
+        if not self._b.still_holds(buffers):
+            self._b.rebind(buffers)
 
     def _as_scalar(self, loss: Tensor | float | None) -> Tensor | None:
         if loss is None or not self._run.algorithm.needs_loss:
@@ -84,19 +98,22 @@ class Averager:
     @torch.no_grad()
     def finish(self) -> None:
         """Waits for what is in flight, then averages once more: all nodes end with the same model. A collective."""
+        self._find_tensors()
         self._run.finish()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model holds the mean of all nodes (to evaluate or save it); after, its own again. A collective."""
-        own = [t.detach().clone() for t in (*self._trained, *self._buffers)]
+        self._find_tensors()
+        tensors = (*self._trained.tensors(), *self._buffers.tensors())
+        own = [t.detach().clone() for t in tensors]
         try:
             with torch.no_grad():
                 self._run.show_mean()
             yield
         finally:
             with torch.no_grad():
-                for t, value in zip((*self._trained, *self._buffers), own, strict=True):
+                for t, value in zip(tensors, own, strict=True):
                     t.copy_(value)
 
     @torch.no_grad()
@@ -125,9 +142,17 @@ def _check_size(algorithm: Algorithm, n: int) -> None:
         raise ValueError(f"this topology is for n={topology.n} nodes, but the group has {n}: {fix}")
 
 
+def is_averaged(buffer: Tensor) -> bool:
+    """Floats are; integers (counts, masks) stay each node's own."""
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
 def trained_and_frozen(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Parameters that are averaged, and those that are left alone because they don't train."""
     parameters = list(module.parameters())
+    for name, p in module.named_parameters():
+        if isinstance(p, UninitializedParameter) or p.is_meta:
+            raise ValueError(f"parameter {name} has no values yet (lazy, or on the meta device): initialise the model first")
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         raise ValueError(f"{type(module).__name__} has no parameters that train (of {len(parameters)}): there is nothing to average")

@@ -5,10 +5,11 @@ Tensors are read and written in place and never rebound, so optimizers, `torch.c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 PIECES = 8  # messages posted at once keep both directions of a link busy ...
 BUCKET_BYTES = 2**22  # ... and a bucket should stay in the cache between packing and sending, mixing and writing
@@ -22,13 +23,30 @@ def as_real(t: Tensor) -> Tensor:
     return torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
 
 
+class Places:
+    """Where a module keeps its parameters or buffers, to notice when one has been put in another's place. Shared ones count once."""
+
+    def __init__(self, module: nn.Module, registry: str, wanted: Callable[[Tensor], bool]):
+        self._places: list[tuple[dict[str, Tensor], str]] = []
+        seen: set[int] = set()
+        for owner in module.modules():
+            tensors: dict[str, Tensor | None] = getattr(owner, registry)
+            for name, t in tensors.items():
+                if t is not None and wanted(t) and id(t) not in seen:
+                    seen.add(id(t))
+                    self._places.append((cast("dict[str, Tensor]", tensors), name))
+
+    def tensors(self) -> list[Tensor]:
+        """Those that are there now, in the order of `module.parameters()`."""
+        return [registered[name] for registered, name in self._places]
+
+
 class Flat:
     """Tensors of one process as buckets [d_b]. `room` makes the buffer that a bucket is packed into."""
 
-    def __init__(self, tensors: Iterable[Tensor], room: Room):
-        self._given = list(tensors)
-        self._addresses = [t.data_ptr() for t in self._given]
-        self._buckets = [_Bucket(pieces, room) for pieces in _cut([as_real(t) for t in self._given])]
+    def __init__(self, tensors: Sequence[Tensor], room: Room):
+        self._are_at = _whereabouts(tensors)
+        self._buckets = [_Bucket(pieces, room) for pieces in _cut([as_real(t) for t in tensors])]
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -54,14 +72,22 @@ class Flat:
         bucket = self._buckets[b]
         torch._foreach_lerp_(bucket.pieces, bucket.views(other.to(bucket.pieces[0].device)), weight)
 
-    def check_not_moved(self) -> None:
-        """Buckets hold views: a tensor whose memory was exchanged would be averaged no more, and silently."""
-        for t, address in zip(self._given, self._addresses, strict=True):
-            if t.data_ptr() != address:
-                raise RuntimeError(
-                    f"a tensor of shape {list(t.shape)} has moved in memory since the Averager was built (model.to(), .half(), or an "
-                    "assignment to .data): move the model first, then build the Averager"
-                )
+    def still_holds(self, tensors: Sequence[Tensor]) -> bool:
+        """Buckets hold views: a tensor that was replaced, or whose memory was, would be averaged no more, and silently."""
+        return self._are_at == _whereabouts(tensors)
+
+    def rebind(self, tensors: Sequence[Tensor]) -> None:
+        """Goes on with other tensors of the same shapes and dtypes."""
+        cut = _cut([as_real(t) for t in tensors])
+        if [[(p.shape, p.dtype) for p in pieces] for pieces in cut] != [[(p.shape, p.dtype) for p in b.pieces] for b in self._buckets]:
+            raise RuntimeError("a buffer has changed its shape or dtype since the Averager was built: build the Averager after that")
+        for bucket, pieces in zip(self._buckets, cut, strict=True):
+            bucket.pieces = pieces
+        self._are_at = _whereabouts(tensors)
+
+
+def _whereabouts(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(id(t), t.data_ptr()) for t in tensors]
 
 
 class _Bucket:

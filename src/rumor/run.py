@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from rumor.algorithm import Algorithm, Flight, Round
+from rumor.algorithm import Algorithm, Flight, Round, wait_for
 from rumor.engine import Buckets, Done, Engine, Mixed, Pending
 from rumor.schedule import ScheduleState
 
@@ -89,12 +89,15 @@ class Run:
         if saved["algorithm"] != repr(self.algorithm):
             raise ValueError(f"this state is of {saved['algorithm']}, but the algorithm here is {self.algorithm!r}")
         state = self.state
+        # all that can be refused comes before the first change
+        buckets = {name: _cut_like(saved["buckets"][name], tensors) for name, tensors in state.buckets.items()}
+        flight = None if saved["flight"] is None else self._restored(saved["flight"])
+        wait_for(state.flight)  # its buffers are about to be used again
         for name, tensors in state.buckets.items():
-            for tensor, value in zip(tensors, _cut_like(saved["buckets"][name], tensors), strict=True):
+            for tensor, value in zip(tensors, buckets[name], strict=True):
                 tensor.copy_(value)
-        state.scalars = {name: tensor.to(saved["scalars"][name]).copy_(saved["scalars"][name]) for name, tensor in state.scalars.items()}
-        state.schedule = ScheduleState(**saved["schedule"])
-        state.flight = None if saved["flight"] is None else self._restored(saved["flight"])
+        state.scalars = {name: saved["scalars"][name].to(tensor, copy=True) for name, tensor in state.scalars.items()}
+        state.schedule, state.flight = ScheduleState(**saved["schedule"]), flight
         self.metrics.rounds.clear()
         self.metrics.rounds.update(saved["rounds"])
         self.metrics.bytes_sent = saved["bytes_sent"]

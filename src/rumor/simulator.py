@@ -12,7 +12,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rumor.algorithm import Algorithm, check_algorithm
-from rumor.averager import trained_and_frozen
+from rumor.averager import is_averaged, trained_and_frozen
 from rumor.engine import Leaves, Stacked
 from rumor.flat import as_real
 from rumor.metrics import Metrics
@@ -54,7 +54,7 @@ class Simulator:
         self._leaves = {name: nn.Parameter(_stack(p, n), requires_grad=p.requires_grad) for name, p in model.named_parameters()}
         self._buffers = {name: _stack(buffer, n) for name, buffer in model.named_buffers()}
         self._trained = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
-        floats = [b for b in self._buffers.values() if b.is_floating_point() or b.is_complex()]
+        floats = [b for b in self._buffers.values() if is_averaged(b)]
         self.engine = Stacked(n, self._trained[0].device)
         keep = algorithm.delay > 0
         rows = [[as_real(t).view(n, -1) for t in tensors] for tensors in (self._trained, floats)]
@@ -152,7 +152,7 @@ class Simulator:
 
     def mean_model(self) -> nn.Module:
         """An ordinary module that holds x_bar, and the mean of the float buffers."""
-        return self._module(lambda stacked: stacked.mean(dim=0) if stacked.is_floating_point() or stacked.is_complex() else stacked[0])
+        return self._module(lambda stacked: stacked.mean(dim=0) if is_averaged(stacked) else stacked[0])
 
     def node_model(self, i: int) -> nn.Module:
         """An ordinary module that holds node i's model."""
