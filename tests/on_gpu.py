@@ -142,7 +142,7 @@ class Echo(ProcessGroup):
         super().__init__(group)
         self.n = 4
 
-    def agree(self, what: str, mine: str) -> None:
+    def agree(self, setup: object, problem: object = None) -> None:
         pass
 
     def _post(self, channel: Any, links: Any) -> list[Any]:

@@ -19,11 +19,18 @@ def lopsided() -> rumor.Topology:
     return rumor.from_digraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 0), (0, 2)]))
 
 
+def uneven() -> rumor.Topology:
+    """Neither symmetric nor of equal weights: doubly stochastic all the same."""
+    permutations = [torch.eye(N, dtype=torch.float64)[list(p)] for p in ([0, 1, 2, 3], [1, 2, 3, 0], [2, 0, 3, 1])]
+    return rumor.from_matrix(sum(w * P for w, P in zip((0.5, 0.375, 0.125), permutations, strict=True)))
+
+
 ALGORITHMS: dict[str, Callable[[], Any]] = {
     "parallel_sgd": lambda: rumor.parallel_sgd(N),
     "local_sgd": lambda: rumor.local_sgd(N, 3),
     "gossip_sgd": lambda: rumor.gossip_sgd(rumor.ring(N)),
     "gossip_sgd one-peer": lambda: rumor.gossip_sgd(rumor.one_peer_exponential(N)),
+    "gossip_sgd uneven": lambda: rumor.gossip_sgd(uneven()),
     "gossip_sgd delayed": lambda: rumor.gossip_sgd(rumor.ring(N), delay=1),
     "gossip_pga": lambda: rumor.gossip_pga(rumor.ring(N), 3),
     "gossip_pga delayed": lambda: rumor.gossip_pga(rumor.exponential(N), 3, delay=1),
@@ -32,6 +39,7 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
     "gossip_aga": lambda: rumor.gossip_aga(rumor.ring(N), warmup=9, H_init=2, H_max=8),
     "gossip_aga delayed": lambda: rumor.gossip_aga(rumor.one_peer_exponential(N), warmup=9, H_init=2, H_max=8, delay=1),
     "gossip_aga by gossip": lambda: rumor.gossip_aga(rumor.ring(N), warmup=9, H_init=2, H_max=8, average_rounds=2),
+    "gossip_aga by gossip delayed": lambda: rumor.gossip_aga(rumor.ring(N), warmup=9, H_init=2, H_max=8, average_rounds=2, delay=1),
     "slowmo": lambda: rumor.slowmo(rumor.ring(N), 3, momentum=0.6, slow_lr=0.9),
     "osgp": lambda: rumor.osgp(rumor.one_peer_exponential(N)),
     "osgp directed": lambda: rumor.osgp(lopsided()),

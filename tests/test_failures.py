@@ -1,5 +1,6 @@
 """What goes wrong gives a clear error at once, on every rank, and nothing hangs."""
 
+import math
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import rumor
@@ -25,6 +27,20 @@ def mistake(rank: int, what: str) -> None:
         rumor.Averager(model, rumor.gossip_pga(rumor.ring(8), 6))
     elif what == "wrong size, own matrix":
         rumor.Averager(model, rumor.gossip_sgd(rumor.from_matrix(rumor.ring(3).W())))
+    elif what == "no group":
+        rumor.Averager(model, rumor.gossip_pga(RING, 6), local_group=dist.group.WORLD)
+    elif what == "not a model":
+        rumor.Averager(torch.optim.SGD(model.parameters()), rumor.gossip_pga(RING, 6))  # type: ignore[arg-type]
+    elif what == "wrong size, local":
+        rumor.Averager(model, rumor.local_sgd(8, 6))
+    elif what == "learning rates":
+        rumor.Averager(model, rumor.slowmo(RING, 6)).step(1.0, lr=[0.1])  # type: ignore[arg-type]
+    elif what == "out of step":
+        averager = rumor.Averager(model, rumor.parallel_sgd(N))
+        if rank == 1:  # has one batch less than the others
+            with averager.averaged():
+                pass
+        averager.step()
     elif what == "in DDP":
         rumor.Averager(nn.parallel.DistributedDataParallel(model), rumor.gossip_pga(RING, 6))
     elif what == "no loss":
@@ -62,6 +78,26 @@ def mistake(rank: int, what: str) -> None:
     elif what == "other rank's state":
         averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
         averager.load_state_dict({**averager.state_dict(), "rank": 7})
+    elif what == "wrong size on rank 2":
+        rumor.Averager(model, rumor.gossip_pga(rumor.ring(8 if rank == 2 else 4), 6))
+    elif what == "frozen on rank 1":
+        model[0].requires_grad_(rank != 1)
+        rumor.Averager(model, rumor.gossip_pga(RING, 6))
+    elif what == "more buffers on rank 1":
+        model.register_buffer("extra", torch.zeros(3) if rank == 1 else None)
+        rumor.Averager(model, rumor.gossip_pga(RING, 6))
+    elif what == "shared memory":
+        model.a = nn.Parameter(torch.ones(3))
+        model.b = nn.Parameter(model.a.data)
+        rumor.Averager(model, rumor.gossip_pga(RING, 6))
+    elif what == "inside averaged":
+        averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
+        with averager.averaged():
+            averager.step()
+    elif what == "DDP inside":
+        rumor.Averager(nn.Sequential(nn.parallel.DistributedDataParallel(model)), rumor.gossip_pga(RING, 6))
+    elif what == "compiled DDP":
+        rumor.Averager(torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager"), rumor.gossip_pga(RING, 6))
     elif what == "other H on rank 2":
         rumor.Averager(model, rumor.gossip_pga(RING, 6 + (rank == 2)))
     elif what == "other model on rank 3":
@@ -71,7 +107,12 @@ def mistake(rank: int, what: str) -> None:
 MISTAKES = {
     "wrong size": r"topology is for n=8 nodes, but the group has 4: build it with ring\(4\)",
     "wrong size, own matrix": "topology is for n=3 nodes, but the group has 4: build it for 4 nodes",
-    "in DDP": r"already in DistributedDataParallel.*model\.module",
+    "in DDP": r"already in DistributedDataParallel over ranks \[0, 1, 2, 3\].*train the plain module",
+    "no group": r"local_group= .* needs group= too",
+    "not a model": "must be a torch.nn.Module, got SGD",
+    "wrong size, local": r"use local_sgd\(4, H\)",
+    "learning rates": r"got lr=\[0.1\]",
+    "out of step": "ranks are out of step: rank . was (in averaged|averaging globally)",
     "no loss": r"Gossip-AGA adapts its period to the loss: call step\(loss\)",
     "loss of a batch": r"one number, got a tensor of shape \[3\]",
     "no learning rate": r"SlowMo needs the current learning rate: call step\(loss, lr=",
@@ -85,6 +126,13 @@ MISTAKES = {
     "unfrozen": "build the Averager after unfreezing",
     "other algorithm's state": "this state is of SlowMo",
     "other rank's state": r"state of rank 7, but this is rank \d",
+    "wrong size on rank 2": r"topology is for n=8 nodes|rank 2 could not set up its Averager: this topology is for n=8",
+    "frozen on rank 1": r"disagree on the model: .*frozen",
+    "more buffers on rank 1": r"disagree on the model: ",
+    "shared memory": "parameters a and b share memory but are two Parameters",
+    "inside averaged": r"step\(\) inside averaged\(\) would be undone",
+    "DDP inside": "already in DistributedDataParallel",
+    "compiled DDP": "already in DistributedDataParallel",
     "other H on rank 2": r"disagree on the algorithm: rank 0 has .*H=6.*rank 2 has .*H=7",
     "other model on rank 3": r"disagree on the model: rank 0 has weight \[4, 5\].*rank 3 has weight \[5, 5\]",
 }
@@ -110,7 +158,7 @@ def test_an_averager_needs_a_process_group() -> None:
         (lambda: rumor.gossip_sgd(RING, delay=2), "delay must be 0 or 1"),
         (lambda: rumor.osgp(RING, delay=2), "delay must be 0"),
         (lambda: rumor.gossip_pga(RING, 4, average_rounds=0), "average_rounds=0"),
-        (lambda: rumor.gossip_pga(rumor.isolated(4), 4, average_rounds=2), "over links"),
+        (lambda: rumor.gossip_pga(rumor.isolated(4), 4, average_rounds=2), "without links"),
         (lambda: rumor.slowmo(RING, 4, momentum=1.0), "0 <= momentum < 1"),
         (lambda: rumor.slowmo(RING, 4, slow_lr=0.0), "slow_lr > 0"),
     ],
@@ -159,6 +207,132 @@ def test_a_bad_model_is_stopped_before_it_spreads(brittle: Cluster, bad: float) 
             sent_at = 6 if "delayed" in name else 5  # with delay 1, step 6 sends what step 5 ends with
             assert f"the model of node 2 was not finite (NaN or Inf) when it was sent at step {sent_at};" in text, f"{name}: {text}"
             assert finite == (rank != 2), f"{name}: node {rank}"
+
+
+def run(averager: rumor.Averager, steps: int) -> None:
+    for _ in range(steps):
+        averager.step()
+
+
+def back_to_a_checkpoint(rank: int) -> Tensor:
+    """The error says to go back to the last checkpoint: the same Averager can."""
+    model = network()
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 50, delay=1))
+    for _ in range(2):
+        averager.step()
+    saved = {name: t.clone() for name, t in model.state_dict().items()}, averager.state_dict()
+    if rank == 2:
+        with torch.no_grad():
+            model[0].bias[0] = float("nan")
+    with pytest.raises(FloatingPointError):
+        run(averager, 20)
+    model.load_state_dict(saved[0])
+    averager.load_state_dict(saved[1])
+    for _ in range(5):
+        averager.step()
+    return flat(model)
+
+
+def test_the_run_can_go_back_to_a_checkpoint(brittle: Cluster) -> None:
+    assert all(model.isfinite().all() for model in brittle.run(back_to_a_checkpoint))
+
+
+def torn_checkpoint(rank: int) -> None:
+    """Rank 2 goes on from a later step than the others."""
+    averager = rumor.Averager(network(), rumor.gossip_sgd(RING))
+    states = [averager.state_dict()]
+    averager.step()
+    states.append(averager.state_dict())
+    averager.load_state_dict(states[rank == 2])
+    run(averager, 2)
+
+
+def test_a_torn_checkpoint_is_noticed(brittle: Cluster) -> None:
+    texts = [text for _, text in brittle.errors(torn_checkpoint)]
+    assert "node 2 sent its message of step 1 where this node is at step 0" in texts[1]
+    assert "where this node is at step 1" in texts[2]
+
+
+def rejected(rank: int, dtype: torch.dtype) -> Tensor:
+    """Node 2 is bad: the others keep the weight that they would have given it."""
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    averager = rumor.Averager(model, rumor.gossip_sgd(rumor.exponential(N)))
+    with torch.no_grad():
+        model.weight.fill_(float("nan") if rank == 2 else 8.0 * rank)
+    averager.step()
+    return model.weight.detach().float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_rejected_message_is_replaced_by_ones_own(brittle: Cluster, dtype: torch.dtype) -> None:
+    found = brittle.run(rejected, dtype)
+    x = [0.0, 8.0, 0.0, 24.0]  # each hears from the one before it and the one before that, weights 1/3
+    for i in (0, 1, 3):
+        heard = [x[j] if j != 2 else x[i] for j in ((i - 1) % N, (i - 2) % N)]
+        assert found[i].item() == pytest.approx((x[i] + sum(heard)) / 3, rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert found[2].isnan()
+
+
+def masked(rank: int) -> float:
+    """A buffer may well hold infinities: an attention mask does."""
+    model = nn.Linear(3, 3)
+    model.register_buffer("mask", torch.full((3, 3), -math.inf).triu(1))
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 2))
+    for _ in range(4):
+        averager.step()
+    with averager.averaged():
+        assert model.mask[0, 1] == -math.inf
+    averager.finish()
+    return averager.consensus_distance()
+
+
+def test_infinite_buffers_are_no_alarm(brittle: Cluster) -> None:
+    assert max(brittle.run(masked)) < 1e-12
+
+
+def part_then_world(rank: int) -> Tensor:
+    """Ranks that have built another Averager before still find each other."""
+    part = dist.new_group([0, 1, 2])
+    if rank < 3:
+        rumor.Averager(network(), rumor.gossip_sgd(rumor.ring(3)), group=part).step()
+    model = network()
+    averager = rumor.Averager(model, rumor.gossip_sgd(RING))
+    with torch.no_grad():
+        model[0].weight += rank
+    averager.step()
+    if rank == 0:
+        rumor.process_group.ProcessGroup(part).metrics  # noqa: B018 (building one alone must do no harm)
+    averager.step()
+    return flat(model)
+
+
+def test_a_rank_may_be_in_several_groups(brittle: Cluster) -> None:
+    models = brittle.run(part_then_world)
+    W = RING.W() @ RING.W()
+    expected = torch.stack([flat(network())] * N)
+    expected[:, :30] += torch.arange(N)[:, None]
+    assert (torch.stack(models) - W @ expected).abs().max() < 1e-12
+
+
+def memory(rank: int) -> list[int]:
+    """Bytes that this process holds, as it goes on and on."""
+    model = nn.Linear(1000, 1000)
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 3, delay=1))
+    held = []
+    for _ in range(4):
+        for _ in range(8):
+            averager.step()
+            averager.consensus_distance()
+            with averager.averaged():
+                pass
+        with open("/proc/self/statm") as statm:
+            held.append(int(statm.read().split()[1]) * 4096)
+    return held
+
+
+def test_memory_does_not_grow(brittle: Cluster) -> None:
+    for held in brittle.run(memory):
+        assert held[-1] - held[1] < 8e6, held  # one leaked bucket a call would be 100 MB
 
 
 # ---- a peer that is gone ----------------------------------------------------------------------------------------------------------

@@ -124,6 +124,6 @@ def test_a_foreign_state_is_refused() -> None:
         with pytest.raises(ValueError, match="not a state of Rumor's"):
             sims[0].load_state_dict(foreign)  # type: ignore[arg-type]
     larger = rumor.Simulator(nn.Linear(50, 5), ALGORITHMS["slowmo"]())
-    with pytest.raises(ValueError, match="this state is of a model with"):
+    with pytest.raises(ValueError, match="this state is of another model: its parameters are"):
         larger.load_state_dict(sims[1].state_dict())
     assert N == 4

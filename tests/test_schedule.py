@@ -33,9 +33,9 @@ def test_adaptive_grows_with_the_falling_loss() -> None:
 
 
 def test_F_init_is_the_mean_of_the_warm_up() -> None:
-    """Algorithm 2's halving from 0 would give F_init = 3.5, and the first period would be 2."""
-    _, periods = rounds(Adaptive(warmup=4, H_init=2), [0.0, 2.0, 0.0, 6.0, 0.0, 4.0])
-    assert periods[-1] == 2  # ceil(mean(2, 6) / 4 * 2)
+    """Algorithm 2's halving from 0 would give F_init = 7 and a period of 14."""
+    _, periods = rounds(Adaptive(warmup=4, H_init=2), [0.0, 4.0, 0.0, 12.0, 0.0, 1.0])
+    assert periods[-1] == 16  # ceil(mean(4, 12) / 1 * 2)
 
 
 @pytest.mark.parametrize("warmup", [0, 1, 3])
@@ -76,7 +76,7 @@ def test_H_must_be_a_whole_number_from_1_on(wrong: object) -> None:
 
 
 def test_other_wrong_input_is_refused() -> None:
-    with pytest.raises(ValueError, match="H_max must be a whole number >= 8"):
+    with pytest.raises(ValueError, match="H_init=8 is above H_max=4"):
         Adaptive(10, H_init=8, H_max=4)
     with pytest.raises(ValueError, match="warmup"):
         Adaptive(-1)

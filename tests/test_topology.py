@@ -136,6 +136,13 @@ def test_large_norms_agree_with_dense_ones() -> None:
     assert both.beta == pytest.approx(np.linalg.norm(matrices[1] @ matrices[0] - J, 2) ** 0.5, rel=1e-9)
 
 
+def test_directed_graphs_hear_from_behind() -> None:
+    """Node i hears from i - 2^j: what the equations say, and what a mirror image would get wrong."""
+    assert set(rumor.exponential(8).neighbors(0)) == {7, 6, 4}
+    assert set(rumor.exponential(8).sends_to(0)) == {1, 2, 4}
+    assert [set(rumor.one_peer_exponential(8).neighbors(3, k)) for k in range(4)] == [{2}, {1}, {7}, {2}]
+
+
 def test_nothing_about_a_topology_needs_torch_distributed() -> None:
     for n in (3, 8):
         assert not torch.distributed.is_initialized()
@@ -156,6 +163,8 @@ def test_from_networkx_takes_any_connected_graph() -> None:
     topology = rumor.from_networkx(graph)
     expected = torch.tensor([[2, 1, 0], [1, 1, 1], [0, 1, 2]], dtype=torch.float64) / 3
     assert torch.allclose(topology.W(), expected, atol=1e-15)
+    numbered = rumor.from_networkx(nx.Graph([(3, 0), (0, 1), (1, 2)]))
+    assert set(numbered.neighbors(0)) == {1, 3}, "nodes that are called 0 to n-1 keep their numbers"
 
 
 def test_from_digraph_is_column_stochastic_and_for_osgp_alone() -> None:
@@ -182,7 +191,7 @@ PERMUTATION = [[0, 1, 0], [0, 0, 1], [1, 0, 0]]
         ([[0.5, 0.5]], "must be square"),
         ([], "at least one matrix"),
         ([np.eye(2) / 2 + 0.25, np.eye(3) / 2 + 1 / 6], "same size"),
-        ([np.eye(3)], r"not connected.*row \d never hears.*isolated\(3\)"),
+        ([np.eye(3)], r"not connected: node \d \(row \d of W\) never hears.*isolated\(3\)"),
         ([PERMUTATION], "never mixes: like a permutation.*row sums to 1"),
         ([PERMUTATION, PERMUTATION], "never mixes"),
         ([np.kron([[0, 1], [1, 0]], np.full((2, 2), 0.5))], "never mixes"),  # two halves that swap: connected, of period 2

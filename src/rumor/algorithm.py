@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rumor.engine import Buckets, Engine, Pending
-from rumor.schedule import Adaptive, Never, Periodic, Schedule, ScheduleState
+from rumor.schedule import Adaptive, Never, Periodic, Schedule, ScheduleState, check_whole
 from rumor.topology import Topology, complete, isolated
 
 Round = Literal["gossip", "global", "none"]
@@ -53,11 +53,6 @@ class State:
     relays: list[Tensor] = field(default_factory=list)
 
 
-def check_algorithm(algorithm: object) -> None:
-    if not hasattr(algorithm, "topology"):
-        raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {algorithm!r}")
-
-
 class Algorithm(Protocol):
     """What the Averager and the Simulator need of a method. It is a value: all that changes is in the State."""
 
@@ -72,6 +67,7 @@ class Algorithm(Protocol):
     def start(self, x: Buckets, engine: Engine) -> State: ...
     def round(self, state: State) -> Round: ...
     def step(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None: ...
+    def share(self, x: Buckets, b: int, state: State) -> Tensor: ...  # what of bucket b this node brings to the mean of all
     def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None: ...
 
 
@@ -91,12 +87,15 @@ class GossipPGA:
     average_rounds: int | None = None
 
     def __post_init__(self) -> None:
+        check_topology(self.topology)
         if self.topology.push_only:
             raise ValueError(f"{self.topology} is column stochastic: only osgp can use it; from_networkx(graph) gives symmetric weights")
         if self.delay not in (0, 1):
             raise ValueError(f"delay must be 0 or 1 (an older message diverges), got delay={self.delay!r}")
-        if self.average_rounds is not None and (self.average_rounds < 1 or not self.topology.has_links):
-            raise ValueError(f"average_rounds={self.average_rounds} on {self.topology}: it takes >= 1 gossip steps, over links, to average")
+        if self.average_rounds is not None:
+            check_whole("average_rounds", self.average_rounds, 1)
+            if not self.topology.has_links:
+                raise ValueError(f"average_rounds={self.average_rounds} on {self.topology}: without links, gossip can't average")
 
     @property
     def needs_loss(self) -> bool:
@@ -137,7 +136,7 @@ class GossipPGA:
             else:
                 flight.pending.append(engine.gossip(flight.sent[b], self.topology, k))
         if kind == "global":
-            flight.buffers = [engine.mean(buffers.read(b), k) for b in range(len(buffers))]
+            flight.buffers = [engine.mean(buffers.read(b), k, finite=False) for b in range(len(buffers))]
         if kind == "global" and loss is not None:  # by gossip each node would have a loss, hence a period, of its own
             flight.loss = flight.pending[0] if all_reduce else engine.mean(torch.zeros_like(loss), k, loss)
         return flight
@@ -173,12 +172,25 @@ class GossipPGA:
             pending = [engine.gossip(relay.copy_(message.wait().x), self.topology, state.schedule.k + r) for relay, message in relayed]
         return pending
 
+    def share(self, x: Buckets, b: int, state: State) -> Tensor:
+        return x.peek(b)
+
     def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None:
         """Waits for what is under way and drops it (it would not move the mean), then averages once more."""
         wait_for(state.flight)
         state.flight = None
         average(x, engine, state.schedule.k)
-        average(buffers, engine, state.schedule.k)
+        average(buffers, engine, state.schedule.k, finite=False)
+
+
+def check_algorithm(algorithm: object) -> None:
+    if not hasattr(algorithm, "topology"):
+        raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {algorithm!r}")
+
+
+def check_topology(topology: object) -> None:
+    if not isinstance(topology, Topology):
+        raise TypeError(f"topology must be what rumor.ring(n) and its like return, got {topology!r}")
 
 
 def wait_for(flight: Flight | None) -> None:
@@ -188,9 +200,9 @@ def wait_for(flight: Flight | None) -> None:
             message.wait()
 
 
-def average(x: Buckets, engine: Engine, k: int) -> None:
-    """x <- J x."""
-    pending = [engine.mean(x.read(b), k) for b in range(len(x))]
+def average(x: Buckets, engine: Engine, k: int, finite: bool = True) -> None:
+    """x <- J x, once training is done."""
+    pending = [engine.mean(x.read(b), k, doing="in finish()", finite=finite) for b in range(len(x))]
     for b, message in enumerate(pending):
         x.write(b, message.wait().x)
 
@@ -238,5 +250,8 @@ def gossip_aga(
     delay: int = 0,
     average_rounds: int | None = None,
 ) -> GossipPGA:
-    """Gossip-AGA (Algorithm 2): the period grows as the loss falls; `warmup` is K_w, in steps."""
+    """Gossip-AGA (Algorithm 2): the period starts at H_init, after `warmup` steps (K_w) it grows as the loss falls, up to H_max.
+
+    A loss that is not positive, or not finite on some node, changes nothing: then the period stays as it is.
+    """
     return GossipPGA(topology, Adaptive(warmup, H_init, H_max, exponent), delay, average_rounds)

@@ -37,16 +37,20 @@ class Averager:
 
     def __init__(self, model: nn.Module, algorithm: Algorithm, *, group: Group | None = None, local_group: Group | None = None):
         self.engine = ProcessGroup(group)
-        module = unwrap(model, group, local_group)
-        check_algorithm(algorithm)
-        _check_size(algorithm, self.engine.n)
-        _, self._frozen = trained_and_frozen(module)
+        module, problem, setup = model, None, {}
+        try:
+            module = unwrap(model, group, local_group)
+            check_algorithm(algorithm)
+            _check_size(algorithm, self.engine.n)
+            _, self._frozen = trained_and_frozen(module)
+            setup = {"algorithm": repr(algorithm), "model": _described(module)}
+        except (TypeError, ValueError) as error:
+            problem = error  # told to the others, who would wait for this rank in vain
+        self.engine.agree(setup, problem)
         self._trained = Places(module, "_parameters", lambda p: p.requires_grad)
         self._buffers = Places(module, "_buffers", is_averaged)
         self._local_group = local_group
-        shapes = ", ".join(f"{name} {list(p.shape)} {p.dtype}" for name, p in module.named_parameters())
-        self.engine.agree("algorithm", repr(algorithm))
-        self.engine.agree("model", shapes)
+        self._showing_mean = False
         with torch.no_grad():
             tensors = [*module.parameters(), *module.buffers()]
             if local_group is not None:
@@ -55,6 +59,9 @@ class Averager:
             self._x = Flat(self._trained.tensors(), self.engine.room)
             self._b = Flat(self._buffers.tensors(), self.engine.room)
             self._run = Run(algorithm, self.engine, self._x, self._b)
+
+    def __repr__(self) -> str:
+        return f"Averager(rank {self.engine.rank} of {self.engine.n}, after {self._run.k} steps of {self._run.algorithm})"
 
     @property
     def metrics(self) -> Metrics:
@@ -69,6 +76,8 @@ class Averager:
             loss: this node's loss of this step; Gossip-AGA needs it, others ignore it.
             lr: the current learning rate; SlowMo needs it, others ignore it.
         """
+        if self._showing_mean:
+            raise RuntimeError("step() inside averaged() would be undone when it ends: leave the block first")
         self._find_tensors()
         k = self._run.k
         self._run.step(self._as_scalar(loss), lr)
@@ -108,10 +117,12 @@ class Averager:
         tensors = (*self._trained.tensors(), *self._buffers.tensors())
         own = [t.detach().clone() for t in tensors]
         try:
+            self._showing_mean = True
             with torch.no_grad():
                 self._run.show_mean()
             yield
         finally:
+            self._showing_mean = False
             with torch.no_grad():
                 for t, value in zip(tensors, own, strict=True):
                     t.copy_(value)
@@ -119,6 +130,7 @@ class Averager:
     @torch.no_grad()
     def consensus_distance(self) -> float:
         """1/n sum_i ||x_i - x_bar||^2 of the trained parameters. A collective."""
+        self._find_tensors()
         return self._run.consensus_distance()
 
     @torch.no_grad()
@@ -132,14 +144,22 @@ class Averager:
         if isinstance(state, dict) and state.get("rank", self.engine.rank) != self.engine.rank:
             raise ValueError(f"this is the state of rank {state['rank']}, but this is rank {self.engine.rank}: each rank loads its own")
         self._run.load_state_dict(state)
+        self.engine.forget_alarm()
 
 
 def _check_size(algorithm: Algorithm, n: int) -> None:
     topology = algorithm.topology
     if topology.n != n:
         how = topology.name.split("(")[0]
-        fix = f"build it with {how}({n})" if "<" not in topology.name else f"build it for {n} nodes"
+        special = {"isolated": f"use local_sgd({n}, H)", "complete": f"use parallel_sgd({n}) or complete({n})"}
+        fix = special.get(how, f"build it with {how}({n})" if "<" not in topology.name else f"build it for {n} nodes")
         raise ValueError(f"this topology is for n={topology.n} nodes, but the group has {n}: {fix}")
+
+
+def _described(module: nn.Module) -> str:
+    """What must be alike on all ranks."""
+    parameters = [f"{name} {list(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in module.named_parameters()]
+    return ", ".join([*parameters, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in module.named_buffers())])
 
 
 def is_averaged(buffer: Tensor) -> bool:
@@ -150,9 +170,17 @@ def is_averaged(buffer: Tensor) -> bool:
 def trained_and_frozen(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Parameters that are averaged, and those that are left alone because they don't train."""
     parameters = list(module.parameters())
+    memory: dict[int, str] = {}
     for name, p in module.named_parameters():
         if isinstance(p, UninitializedParameter) or p.is_meta:
             raise ValueError(f"parameter {name} has no values yet (lazy, or on the meta device): initialise the model first")
+        if hasattr(p, "device_mesh"):
+            raise ValueError(f"parameter {name} is a DTensor (FSDP2 or tensor parallel), which Rumor can't average yet")
+        if p.numel() and memory.setdefault(p.data_ptr(), name) != name:
+            other = memory[p.data_ptr()]
+            raise ValueError(
+                f"parameters {other} and {name} share memory but are two Parameters: tie them by assigning the Parameter itself"
+            )
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
         raise ValueError(f"{type(module).__name__} has no parameters that train (of {len(parameters)}): there is nothing to average")

@@ -9,13 +9,14 @@ and on a GPU no synchronisation: there the head is read by the device, and the h
 from __future__ import annotations
 
 import math
+import zlib
 
 import torch
 from torch import Tensor
 
 from rumor.engine import accumulator
 
-HEAD = 8  # numbers in front of a bucket: [sum of squares, alarm, scalars ...]; as float64, 64 bytes keep what follows aligned
+HEAD = 8  # numbers in front of a bucket: [sum of squares, alarm, scalars ..., step]; 64 bytes of float64 keep what follows aligned
 
 
 class Message:
@@ -31,6 +32,19 @@ class Message:
 
     def scalars(self, count: int) -> Tensor:
         return self.head[2 : 2 + count]
+
+    def write_shared_head(self, alarmed: Tensor, doing: str) -> None:
+        """The head of a sum over all nodes: [label, alarmed, scalars ..., label squared], the label being one of what is done."""
+        label = zlib.crc32(doing.encode()) % 251  # squares and sums of as many as 256 of them are exact in float32
+        self.head.zero_()
+        self.head[:1].fill_(label)
+        self.head[1:2].copy_(alarmed)
+        self.head[-1:].fill_(label**2)
+
+    @staticmethod
+    def all_did_the_same(head: list[float], n: int) -> bool:
+        """Of a sum over n nodes: their labels do not vary if and only if the mean of the squares is the square of the mean."""
+        return abs(n * head[-1] - head[0] ** 2) <= 1e-6 * head[0] ** 2
 
 
 class Channel:
@@ -76,6 +90,7 @@ class Alarm:
         head = message.on_host
         assert head is not None
         head[:2] = size.item(), math.inf
+        head[-1] = k
         self.hear(message, node, k)
         head[1] = self.earliest
 
@@ -83,6 +98,11 @@ class Alarm:
         """Is this bucket finite? Notes the earliest alarm that it or its head tells of."""
         head = message.on_host
         assert head is not None
+        if head[-1] != k:
+            raise RuntimeError(
+                f"nodes are out of step: node {node} sent its message of step {head[-1]:.0f} where this node is at step {k}. Every rank "
+                "must call step() equally often, and go on from a checkpoint of the same step"
+            )
         finite = math.isfinite(head[0])
         self.earliest = min(self.earliest, float(head[1]), math.inf if finite else k * self.n + node)
         return finite

@@ -27,8 +27,8 @@ def check_mixing(matrices: Sequence[Matrix]) -> None:
         for i in np.flatnonzero(level < 0):
             first, second = (i, 0) if hears is rows else (0, i)
             raise ValueError(
-                f"not connected over its cycle: row {first} never hears, directly or through others, from node {second}, but every "
-                f"node must reach every other (isolated({n}) is the topology without links)"
+                f"not connected{' over its cycle' if len(matrices) > 1 else ''}: node {first} (row {first} of W) never hears from node "
+                f"{second}, directly or through others, but every node must reach every other (isolated({n}) is the one without links)"
             )
     if all(W.row(i).get(i, 0.0) > 0 for W in matrices for i in range(n)):
         return

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,8 +61,8 @@ class Engine(Protocol):
         """W_k x, of `x` and of `scalars` [*nodes, s]; without `own`, the neighbours' part alone: sum over j != i of W[i, j] x_j."""
         ...
 
-    def mean(self, x: Tensor, k: int, scalars: Tensor | None = None) -> Pending:
-        """The average over all nodes."""
+    def mean(self, x: Tensor, k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True) -> Pending:
+        """The average over all nodes, who must all be doing the same. `finite`: whether x, a model, must be."""
         ...
 
     def self_weight(self, topology: Topology, k: int) -> Tensor:
@@ -91,6 +92,11 @@ class Buckets(Protocol):
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums are taken in: float32 for half precision."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def rounded(weight: float) -> float:
+    """The weight that arithmetic in float32 will use in its place."""
+    return float(np.float32(weight))
 
 
 def own_copy(x: Buckets) -> list[Tensor]:
@@ -132,8 +138,8 @@ class Stacked:
     """All n nodes in this process: x is `[..., n, d]`, and a gossip step is one sparse product, O(n degree d).
 
     >>> import rumor
-    >>> Stacked(4).gossip(torch.eye(4), rumor.ring(4), k=0).wait().x[0].tolist()
-    [0.3333333432674408, 0.3333333432674408, 0.0, 0.3333333432674408]
+    >>> Stacked(4).gossip(torch.eye(4), rumor.ring(4), k=0).wait().x[0]
+    tensor([0.3333, 0.3333, 0.0000, 0.3333])
     """
 
     def __init__(self, n: int, device: torch.device | str = "cpu"):
@@ -151,7 +157,7 @@ class Stacked:
         weights = None if scalars is None else self._operator(topology, k % topology.period, own, self._trials(scalars), scalars)
         return _Product(self, operator, x, weights, scalars)
 
-    def mean(self, x: Tensor, k: int, scalars: Tensor | None = None) -> Pending:
+    def mean(self, x: Tensor, k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True) -> Pending:
         self._trials(x)
         self.metrics.bytes_sent += 2 * (self.n - 1) * x.shape[-1] * x.element_size() // self.n
         return _Mean(x, scalars)
@@ -194,8 +200,11 @@ class _Operator:
         is_own = rows == columns
         self.links = int((~is_own).sum())
         self.diagonal = torch.zeros(W.n, 1, dtype=torch.float64).index_add_(0, rows[is_own], weights[is_own, None]).to(device)
+        # rounded weights must still sum to 1, or the mean would move, step by step: each node's own makes up for the others'
+        lost = torch.zeros(W.n, dtype=torch.float64).index_add_(0, rows, torch.where(is_own, 0.0, weights - weights.to(dtype).double()))
+        used = torch.where(is_own, weights + lost[rows], weights).to(dtype)
         keep = slice(None) if own else ~is_own
-        self.build(W.n, rows[keep], columns[keep], weights[keep].to(dtype), trials, device)
+        self.build(W.n, rows[keep], columns[keep], used[keep], trials, device)
 
     def build(self, n: int, rows: Tensor, columns: Tensor, weights: Tensor, trials: int, device: torch.device) -> None:
         raise NotImplementedError

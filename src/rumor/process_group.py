@@ -20,15 +20,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rumor.channel import Alarm, Channel, DeviceAlarm, Message
-from rumor.engine import NO_SCALARS, Buckets, Mixed, Pending, accumulator
+from rumor.channel import Alarm, Channel, DeviceAlarm
+from rumor.engine import NO_SCALARS, Buckets, Mixed, Pending, accumulator, rounded
 from rumor.flat import as_real
 from rumor.metrics import Metrics
 from rumor.topology import Topology
 
 Group = dist.ProcessGroup
 
-_tags = itertools.count()  # no two buckets of a process share one, so that a message never meets another Averager's
+# a message must never meet one of another Averager, so each engine numbers its buckets from a start that all ranks have agreed on
+TAGS_OF_AN_ENGINE, ENGINES = 2**16, 2**15
+_engines = 0  # that this process has agreed on
 _UnderWay = dict[int, tuple[list[dist.Work], Channel]]
 _orphans: list[_UnderWay] = []  # of engines that are gone: gloo breaks the connection if memory that a message will fill is freed
 
@@ -48,11 +50,12 @@ class ProcessGroup:
         self.backend = dist.get_backend(self.group)
         self._is_host = self.backend != "nccl"  # gloo and MPI send from host memory
         self.device = torch.device("cpu") if self._is_host else torch.device("cuda", torch.cuda.current_device())
+        self._tags = itertools.count()
         self._channels: dict[int, Channel] = {}
         self._links: dict[tuple[Topology, int], _Links] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
-        self._alarm = Alarm(self.n) if self._is_host else DeviceAlarm(self.n, self.device)
         self._under_way: _UnderWay = {}
+        self.forget_alarm()
         weakref.finalize(self, _orphans.append, self._under_way).atexit = False
 
     # ---- the collectives -------------------------------------------------------------------------------------------------------
@@ -60,24 +63,29 @@ class ProcessGroup:
     def gossip(self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
         channel, links = self._channel(x), self._links_of(topology, k)
         channel.write_head(self._alarm, self.rank, k, scalars)
-        works = self._post(channel, links)
+        works: list[dist.Work] = []
+        self._guard(lambda: works.extend(self._post(channel, links)), _gossiping(links, k))
         self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += len(links.send) * channel.out.whole.nbytes
         return _Gossip(self, channel, works, links, k, 0 if scalars is None else scalars.numel(), own)
 
-    def mean(self, x: Tensor, k: int, scalars: Tensor | None = None) -> Pending:
+    def mean(self, x: Tensor, k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True) -> Pending:
         channel = self._channel(x)
-        channel.write_head(self._alarm, self.rank, k, None)
+        if finite:
+            channel.write_head(self._alarm, self.rank, k, None)
         total = channel.total()
         _scaled(channel.out.payload, 1 / self.n, total.payload)
-        total.head.zero_()[1:2].copy_(self._alarm.is_known())
+        doing = f"{doing} at step {k}"
+        total.write_shared_head(self._alarm.is_known(), doing)
         count = 0 if scalars is None else scalars.numel()
         if scalars is not None:
             total.scalars(count).copy_(scalars)
-        works = [dist.all_reduce(total.whole, group=self.group, async_op=True)] if self.n > 1 else []
+        works: list[dist.Work] = []
+        if self.n > 1:
+            self._guard(lambda: works.append(dist.all_reduce(total.whole, group=self.group, async_op=True)), doing)
         self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += 2 * (self.n - 1) * total.whole.nbytes // self.n
-        return _Mean(self, total, works, k, count)
+        return _Mean(self, channel, works, doing, count)
 
     def self_weight(self, topology: Topology, k: int) -> Tensor:
         return self.full(self._links_of(topology, k).own)
@@ -86,33 +94,47 @@ class ProcessGroup:
         return torch.full((1,), value, dtype=torch.float64, device=self.device)
 
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        channel = Channel(shape.numel(), dtype, self.device if self._is_host else device, next(_tags))
+        channel = Channel(shape.numel(), dtype, self.device if self._is_host else device, next(self._tags))
         self._channels[channel.out.payload.data_ptr()] = channel
         return channel.out.payload
 
     # ---- before and beside the steps ---------------------------------------------------------------------------------------------
 
-    def agree(self, what: str, mine: str) -> None:
-        """Raises on every rank, naming both values, unless all say the same. (NCCL wants a first collective before P2P: this is it.)"""
+    def agree(self, setup: dict[str, str], problem: Exception | None = None) -> None:
+        """Raises on every rank, naming both values, unless all have the same set-up and no rank has a problem.
+
+        It is also the first collective, which NCCL wants before any message, and settles where this engine's tags begin.
+        """
+        global _engines
         said: list[Any] = [None] * self.n
+        mine = (setup, str(problem) if problem else None, _engines)
         self._guard(lambda: dist.all_gather_object(said, mine, group=self.group), "comparing the set-up of all ranks")
+        _engines = 1 + max(engines for _, _, engines in said)
+        self._tags = itertools.count(_engines % ENGINES * TAGS_OF_AN_ENGINE)
         while _orphans:
             for works, _ in _orphans.pop().values():
                 self._wait(works, "taking in the messages of an Averager that was dropped before finish()")
-        for rank, theirs in enumerate(said):
-            if theirs != said[0]:
-                raise ValueError(f"ranks disagree on the {what}: rank 0 has {said[0]}, rank {rank} has {theirs}")
+        if problem:
+            raise problem
+        for rank, (theirs, their_problem, _) in enumerate(said):
+            if their_problem:
+                raise RuntimeError(f"rank {rank} could not set up its Averager: {their_problem}")
+            for what, value in theirs.items():
+                if value != said[0][0][what]:
+                    raise ValueError(f"ranks disagree on the {what}: rank 0 has {said[0][0][what]}, rank {rank} has {value}")
 
     def broadcast(self, tensors: Iterable[Tensor], group: Group | None = None) -> None:
         """Every rank of `group` takes its rank 0's values, in place."""
         group = group or self.group
         source = dist.get_global_rank(group, 0)
         for tensor in tensors:
-            sent = as_real(tensor).contiguous()
-            sent = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
-            wire = sent.cpu() if self._is_host else sent
-            self._guard(partial(dist.broadcast, wire, source, group=group), "taking over rank 0's model")
-            as_real(tensor).copy_(wire.view(tensor.dtype) if tensor.dtype == torch.bool else wire)
+            values = as_real(tensor).to(self.device if self._is_host else tensor.device).contiguous().reshape(-1)
+            self._guard(partial(dist.broadcast, values.view(torch.uint8), source, group=group), "taking over rank 0's model")
+            as_real(tensor).copy_(values.view(as_real(tensor).shape))
+
+    def forget_alarm(self) -> None:
+        """For a run that goes on from a checkpoint."""
+        self._alarm = Alarm(self.n) if self._is_host else DeviceAlarm(self.n, self.device)
 
     def mean_inside(self, value: Tensor, local_group: Group) -> Tensor:
         """The average of a scalar over the ranks inside this node."""
@@ -143,7 +165,8 @@ class ProcessGroup:
                 raise ValueError(f"{topology} is for n={topology.n} nodes, but the group has {self.n}")
             hears = [(j, dist.get_global_rank(self.group, j), w) for j, w in topology.neighbors(self.rank, k).items()]
             tells = [dist.get_global_rank(self.group, j) for j in topology.sends_to(self.rank, k)]
-            self._links[key] = _Links(hears, tells, topology.self_weight(self.rank, k))
+            own = topology.self_weight(self.rank, k)
+            self._links[key] = _Links(hears, tells, own, own + sum(w - rounded(w) for _, _, w in hears))
         return self._links[key]
 
     def _post(self, channel: Channel, links: _Links) -> list[dist.Work]:
@@ -157,6 +180,10 @@ class ProcessGroup:
         operations += [dist.P2POp(dist.irecv, room, peer, group, tag) for room, peer in inbox]
         return list(dist.batch_isend_irecv(operations)) if operations else []  # NCCL would deadlock on them one by one
 
+    def _arrive(self, channel: Channel, works: list[dist.Work], doing: str) -> None:
+        self._wait(works, doing)
+        self._under_way.pop(channel.tag, None)
+
     def _wait(self, works: list[dist.Work], doing: str) -> None:
         """Waits for each once: a second wait() on a gloo message would wait for a second message."""
         began = time.perf_counter()
@@ -169,8 +196,9 @@ class ProcessGroup:
             call()
         except RuntimeError as error:
             raise ConnectionError(
-                f"rank {self.rank} of {self.n} lost touch with the others while {doing}: {error}. A peer has died, is cut off, or is "
-                "slower than the time-out that init_process_group(timeout=...) sets; restart the job from its last checkpoint"
+                f"rank {self.rank} of {self.n} lost touch with the others while {doing}: {error}. A peer has died, is cut off, is slower "
+                "than the time-out that init_process_group(timeout=...) sets, or has not called step(), averaged() or finish() as often as "
+                "this rank; once that is mended, restart the job from its last checkpoint"
             ) from error
 
     def _room_to_mix(self, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -197,12 +225,20 @@ def _scaled(x: Tensor, factor: float, out: Tensor) -> Tensor:
     return torch.mul(x, factor, out=out) if x.dtype == out.dtype else out.copy_(x).mul_(factor)
 
 
+def _gossiping(links: _Links, k: int) -> str:
+    return f"gossiping at step {k} with node {', '.join(str(node) for node, _, _ in links.receive)}"
+
+
 class _Links(NamedTuple):
-    """Whom this rank hears from (node, global rank, weight), whom it sends to (global ranks), and its own weight."""
+    """Whom this rank hears from (node, global rank, weight), whom it sends to (global ranks), and its own weight.
+
+    `own_32` makes up for the rounding of the others' weights to float32: a sum of weights that is off 1 would move the mean, step by step.
+    """
 
     receive: list[tuple[int, int, float]]
     send: list[int]
     own: float
+    own_32: float
 
 
 @dataclass
@@ -218,19 +254,20 @@ class _Gossip(Pending):
     def arrived(self) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Payload, scalars and weight of each neighbour's message; what is not finite is replaced by this node's own."""
         engine, own = self.engine, self.channel.out
-        names = ", ".join(str(node) for node, _, _ in self.links.receive)
-        engine._wait(self.works, f"gossiping at step {self.k} with node {names}")
+        engine._arrive(self.channel, self.works, _gossiping(self.links, self.k))
         for message, (node, _, w) in zip(self.channel.inbox(len(self.links.receive)), self.links.receive, strict=True):
             finite = engine._alarm.hear(message, node, self.k)
             if isinstance(finite, Tensor):
                 payload = torch.where(finite, message.payload, own.payload)
+                yield payload, torch.where(finite, message.scalars(self.scalars), own.scalars(self.scalars)), w
             else:
-                payload = message.payload if finite else own.payload
-            yield payload, message.scalars(self.scalars), w
+                taken = message if finite else own
+                yield taken.payload, taken.scalars(self.scalars), w
 
     def wait(self) -> Mixed:
-        out, own = self.channel.out, self.links.own if self.own else 0.0
+        out = self.channel.out
         mixed = self.engine._room_to_mix(len(out.payload), out.payload.dtype, out.payload.device)
+        own = 0.0 if not self.own else self.links.own_32 if mixed.dtype == torch.float32 else self.links.own
         _scaled(out.payload, own, mixed) if self.own else mixed.zero_()
         scalars = out.scalars(self.scalars) * own
         for payload, theirs, w in self.arrived():
@@ -253,30 +290,40 @@ class _Gossip(Pending):
 @dataclass
 class _Mean(Pending):
     engine: ProcessGroup
-    total: Message
+    channel: Channel
     works: list[dist.Work]
-    k: int
+    doing: str
     scalars: int
 
     def wait(self) -> Mixed:
-        engine, total = self.engine, self.total
-        doing = f"averaging globally at step {self.k}"
-        engine._wait(self.works, doing)
-        if float(total.head[1]) > 0:
-            raise engine._settle_alarm(doing)
+        engine, total = self.engine, self.channel.total()
+        engine._arrive(self.channel, self.works, self.doing)
+        head = total.head.tolist()
+        if not total.all_did_the_same(head, engine.n):
+            raise RuntimeError(
+                f"ranks are out of step: rank {engine.rank} was {self.doing}, another one was doing something else. Every rank must call "
+                "step(), averaged(), finish() and consensus_distance() in the same order and equally often, also one with fewer batches"
+            )
+        if head[1] > 0:
+            raise engine._settle_alarm(self.doing)
         return Mixed(total.payload, total.scalars(self.scalars).double() / engine.n if self.scalars else NO_SCALARS)
 
 
 def unwrap(model: torch.nn.Module, group: Group | None, local_group: Group | None) -> torch.nn.Module:
     """The module to average; refuses one whose gradients DDP already averages over all nodes."""
-    if not isinstance(model, DistributedDataParallel):
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"the model comes first and must be a torch.nn.Module, got {type(model).__name__}")
+    if local_group is not None and group is None:
+        raise ValueError("local_group= (the ranks inside this node) needs group= too: one rank of each node, this one among them")
+    inner = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
+    if inner is None:
         return model
-    across = dist.get_process_group_ranks(group)
     inside = dist.get_process_group_ranks(local_group) if local_group is not None else [dist.get_rank()]
-    if not set(dist.get_process_group_ranks(model.process_group)) <= set(inside):
+    ddp = dist.get_process_group_ranks(inner.process_group)
+    if not set(ddp) <= set(inside):
         raise ValueError(
-            f"the model is already in DistributedDataParallel over ranks of the gossip group {across}: hand the Averager the plain module "
-            "(model.module); only inside a node of several GPUs may DDP stay, with local_group=its group"
+            f"the model is already in DistributedDataParallel over ranks {ddp}, which averages their gradients at every step: take it out, "
+            "train the plain module and hand that to the Averager. Only inside a node of several GPUs may DDP stay, with local_group= the "
+            "group that it is over"
         )
-    module: torch.nn.Module = model.module
-    return module
+    return model

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rumor.algorithm import Flight, Round, State, average
+from rumor.algorithm import Flight, Round, State, average, check_topology
 from rumor.engine import Buckets, Engine, Pending, own_copy
 from rumor.schedule import Never
 from rumor.topology import Topology
@@ -31,6 +31,7 @@ class PushSum:
     needs_lr = False
 
     def __post_init__(self) -> None:
+        check_topology(self.topology)
         if self.delay not in (0, 1):
             raise ValueError(f"delay must be 0 (SGP) or 1 (OSGP), got delay={self.delay!r}")
 
@@ -70,16 +71,19 @@ class PushSum:
         numerator.mul_((1 - 1 / w).to(numerator)).add_(message)
         return engine.gossip(message.copy_(numerator), self.topology, k, w if b == 0 else None, own=False)
 
+    def share(self, x: Buckets, b: int, state: State) -> Tensor:
+        """The mass here and on its way here, x + (z now - x / w) + what is in flight: its mean over the nodes is the model's."""
+        numerator, w = state.buckets["x"][b], state.scalars["w"]
+        mass = x.peek(b).to(numerator) + numerator * (1 - 1 / w).to(numerator)
+        return mass if state.flight is None else mass.add_(state.flight.pending[b].wait().x)
+
     def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None:
-        """Takes in what is in flight; the mean of the x is then the mean of all mass, and every weight is 1 again."""
-        k, flight, state.flight = state.schedule.k, state.flight, None
+        """Takes in what is in flight and averages; every weight is 1 again."""
         for b in range(len(x)):
-            numerator = state.buckets["x"][b]
-            if flight is not None:
-                numerator.add_(flight.pending[b].wait().x)
-            x.write(b, numerator)
-        average(x, engine, k)
-        average(buffers, engine, k)
+            x.write(b, self.share(x, b, state))
+        state.flight = None
+        average(x, engine, state.schedule.k)
+        average(buffers, engine, state.schedule.k, finite=False)
         for b in range(len(x)):
             state.buckets["x"][b].copy_(x.read(b))
         state.scalars["w"] = engine.full(1.0)

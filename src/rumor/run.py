@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rumor.algorithm import Algorithm, Flight, Round, wait_for
-from rumor.engine import Buckets, Done, Engine, Mixed, Pending
+from rumor.engine import Buckets, Done, Engine, Mixed, Pending, accumulator
 from rumor.schedule import ScheduleState
 
 FORMAT = 1  # of the state
@@ -37,8 +37,9 @@ class Run:
     def step(self, loss: Tensor | None, lr: float | None) -> None:
         if self.algorithm.needs_loss and loss is None:
             raise ValueError("Gossip-AGA adapts its period to the loss: call step(loss) with this step's loss")
-        if self.algorithm.needs_lr and lr is None:
-            raise ValueError("SlowMo needs the current learning rate: call step(loss, lr=scheduler.get_last_lr()[0])")
+        if self.algorithm.needs_lr and not isinstance(lr, (int, float)):
+            call = "step(loss, lr=scheduler.get_last_lr()[0]), before scheduler.step()"
+            raise ValueError(f"SlowMo needs the current learning rate: call {call}; got lr={lr!r}")
         kind = self.round()
         with record_function("rumor::mean" if kind == "global" else "rumor::gossip"):
             self.algorithm.step(self.x, self.buffers, self.state, self.engine, loss if self.algorithm.needs_loss else None, lr)
@@ -49,22 +50,31 @@ class Run:
         with record_function("rumor::mean"):
             self.algorithm.finish(self.x, self.buffers, self.state, self.engine)
 
+    def mean(self) -> tuple[list[Pending], list[Pending]]:
+        """The mean of all nodes, of the model and of the buffers; what is under way and the algorithm's state stay as they are."""
+        doing = "in averaged()"
+        shares = (self.algorithm.share(self.x, b, self.state) for b in range(len(self.x)))
+        model = [self.engine.mean(share, self.k, doing=doing) for share in shares]
+        buffers = (self.buffers.peek(b) for b in range(len(self.buffers)))
+        return model, [self.engine.mean(buffer, self.k, doing=doing, finite=False) for buffer in buffers]
+
     def show_mean(self) -> None:
-        """The model becomes the mean of all nodes', buffers included; what is under way and the algorithm's state stay as they are."""
-        for tensors in (self.x, self.buffers):
-            for b in range(len(tensors)):
-                tensors.write(b, self.engine.mean(tensors.peek(b), self.k).wait().x)
+        """The model becomes the mean of all nodes', buffers included."""
+        for tensors, means in zip((self.x, self.buffers), self.mean(), strict=True):
+            for b, message in enumerate(means):
+                tensors.write(b, message.wait().x)
 
     def consensus_distance(self) -> float:
         """1/n sum_i ||x_i - x_bar||^2."""
         squares: Tensor | None = None  # [*nodes, 1]
         for b in range(len(self.x)):
             own = self.x.peek(b)
-            mean = self.engine.mean(own, self.k).wait().x
+            mean = self.engine.mean(own, self.k, doing="in consensus_distance()").wait().x
             square = (own.to(mean) - mean).square_().sum(dim=-1, keepdim=True, dtype=torch.float64)
             squares = square if squares is None else squares + square.to(squares)
         assert squares is not None
-        self.metrics.consensus_distance = float(self.engine.mean(torch.zeros_like(squares), self.k, squares).wait().scalars)
+        distance = self.engine.mean(torch.zeros_like(squares), self.k, squares, doing="in consensus_distance()").wait().scalars
+        self.metrics.consensus_distance = float(distance)
         return self.metrics.consensus_distance
 
     # ---- state -------------------------------------------------------------------------------------------------------------------
@@ -148,5 +158,5 @@ def _results(pending: Sequence[Pending], like: Sequence[Tensor]) -> dict[str, An
 
 
 def _arrived(saved: dict[str, Any], like: Sequence[Tensor]) -> list[Pending]:
-    parts = zip(_cut_like(saved["x"], like), saved["scalars"], strict=True)
-    return [Done(Mixed(x.clone(), scalars)) for x, scalars in parts]
+    parts = zip(_cut_like(saved["x"], like), saved["scalars"], like, strict=True)
+    return [Done(Mixed(x.to(accumulator(t.dtype), copy=True), scalars.to(t.device))) for x, scalars, t in parts]

@@ -30,7 +30,7 @@ class Schedule(Protocol):
     def next(self, state: ScheduleState, loss: float | None = None) -> ScheduleState: ...
 
 
-def _whole(name: str, value: int, least: int) -> None:
+def check_whole(name: str, value: int, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number >= {least}, got {name}={value!r}")
 
@@ -70,7 +70,7 @@ class Periodic:
     needs_loss = False
 
     def __post_init__(self) -> None:
-        _whole("H", self.H, 1)
+        check_whole("H", self.H, 1)
 
     def start(self) -> ScheduleState:
         return ScheduleState(H=self.H)
@@ -98,9 +98,11 @@ class Adaptive:
     needs_loss = True
 
     def __post_init__(self) -> None:
-        _whole("warmup", self.warmup, 0)
-        _whole("H_init", self.H_init, 1)
-        _whole("H_max", self.H_max, self.H_init)
+        check_whole("warmup", self.warmup, 0)
+        check_whole("H_init", self.H_init, 1)
+        check_whole("H_max", self.H_max, 1)
+        if self.H_max < self.H_init:
+            raise ValueError(f"H_init={self.H_init} is above H_max={self.H_max}, the longest period allowed: raise H_max")
         if not (math.isfinite(self.exponent) and self.exponent > 0):
             raise ValueError(f"exponent must be positive (the paper uses 1, its theory 1/4), got exponent={self.exponent!r}")
 

@@ -54,6 +54,7 @@ class Simulator:
         self._leaves = {name: nn.Parameter(_stack(p, n), requires_grad=p.requires_grad) for name, p in model.named_parameters()}
         self._buffers = {name: _stack(buffer, n) for name, buffer in model.named_buffers()}
         self._trained = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
+        self._frozen = [leaf for leaf in self._leaves.values() if not leaf.requires_grad]
         floats = [b for b in self._buffers.values() if is_averaged(b)]
         self.engine = Stacked(n, self._trained[0].device)
         keep = algorithm.delay > 0
@@ -61,6 +62,9 @@ class Simulator:
         with torch.no_grad():
             self._run = Run(algorithm, self.engine, Leaves(rows[0], keep), Leaves(rows[1], keep))
         self._first_bad = torch.full((n,), -1, device=self._trained[0].device)  # the step at which each node was first not finite
+
+    def __repr__(self) -> str:
+        return f"Simulator({self.n} nodes, after {self._run.k} steps of {self._run.algorithm})"
 
     @property
     def metrics(self) -> Metrics:
@@ -87,7 +91,7 @@ class Simulator:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != self.n:
                 got = list(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
                 raise ValueError(f"each tensor of a batch must be [n, ...] with n = {self.n}, one row a node, got {got}")
-        run = vmap(self._one_node, in_dims=(None, 0, 0, 0), randomness="different") if self._vmap else self._node_by_node
+        run = self._all_at_once if self._vmap else self._node_by_node
         losses, changed = run(loss_fn, dict(self._leaves), self._buffers, batch)
         if losses.dim() != 1:
             raise ValueError(f"loss_fn must return one number for its node, got a tensor of shape {list(losses.shape[1:])}")
@@ -105,6 +109,20 @@ class Simulator:
         loss, now = functional_call(_Node(self._model), given, (loss_fn, batch))
         return loss, {name: value for name, value in now.items() if value is not buffers[name]}
 
+    def _all_at_once(
+        self, loss_fn: Callable[..., Tensor], leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        try:
+            result: tuple[Tensor, dict[str, Tensor]] = vmap(self._one_node, in_dims=(None, 0, 0, 0), randomness="different")(
+                loss_fn, leaves, buffers, batch
+            )
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{error}\nThis came from the model under torch.func.vmap. If vmap can't take it (nn.LSTM, .item(), branches on data), use "
+                "Simulator(model, algorithm, vmap=False), which runs node by node"
+            ) from error
+        return result
+
     def _node_by_node(
         self, loss_fn: Callable[..., Tensor], leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -114,11 +132,15 @@ class Simulator:
             loss, changed = self._one_node(loss_fn, *mine)
             losses.append(loss)
             changes.append(changed)
-        return torch.stack(losses), {name: torch.stack([changed[name] for changed in changes]) for name in changes[0]}
+        replaced = {name for changed in changes for name in changed}
+        rows = {name: [changed.get(name, buffers[name][i]) for i, changed in enumerate(changes)] for name in replaced}
+        return torch.stack(losses), {name: torch.stack(row) for name, row in rows.items()}
 
     @torch.no_grad()
     def step(self, losses: Tensor | None = None, lr: float | None = None) -> None:
         """Mixes the models, once per optimizer step. Gossip-AGA needs the `losses` [n], SlowMo the learning rate."""
+        if any(leaf.requires_grad for leaf in self._frozen):
+            raise RuntimeError("a parameter that was frozen when the Simulator was built now trains: build the Simulator after unfreezing")
         self._look_for_bad_nodes()
         if losses is not None and losses.shape != (self.n,):
             raise ValueError(f"step() takes the losses of all nodes, [{self.n}], got shape {list(losses.shape)}")
@@ -127,7 +149,7 @@ class Simulator:
     def _look_for_bad_nodes(self) -> None:
         """Raises, naming the node and the step, if a model is not finite; on a GPU by the next global round, to spare it the wait."""
         k = self._run.k
-        total = torch.stack([as_real(leaf).reshape(self.n, -1).sum(dim=1, dtype=torch.float32) for leaf in self._trained]).sum(dim=0)
+        total = torch.stack([as_real(leaf).reshape(self.n, -1).sum(dim=1, dtype=torch.float64) for leaf in self._trained]).sum(dim=0)
         self._first_bad = torch.where((self._first_bad < 0) & ~total.isfinite(), k, self._first_bad)
         if total.is_cuda and self._run.round() != "global" and (k + 1) % LOOK_EVERY:
             return
@@ -150,9 +172,16 @@ class Simulator:
         """1/n sum_i ||x_i - x_bar||^2 of the trained parameters."""
         return self._run.consensus_distance()
 
+    @torch.no_grad()
     def mean_model(self) -> nn.Module:
         """An ordinary module that holds x_bar, and the mean of the float buffers."""
-        return self._module(lambda stacked: stacked.mean(dim=0) if is_averaged(stacked) else stacked[0])
+        module = self.node_model(0)
+        trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
+        floats = [b for b in module.buffers() if is_averaged(b)]
+        for tensors, means in zip((trained, floats), self._run.mean(), strict=True):
+            for tensor, message in zip(tensors, means, strict=True):
+                as_real(tensor).copy_(message.wait().x.view(as_real(tensor).shape))
+        return module
 
     def node_model(self, i: int) -> nn.Module:
         """An ordinary module that holds node i's model."""
@@ -176,13 +205,18 @@ class Simulator:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`."""
-        self._run.load_state_dict(state)
+        if not isinstance(state, dict) or not {"parameters", "buffers"} <= state.keys():
+            raise ValueError("this is not a state of Rumor's Simulator: load what state_dict() returned")
         stacked: dict[str, Mapping[str, Tensor]] = {"parameters": self._leaves, "buffers": self._buffers}
         for part, tensors in stacked.items():
-            if state[part].keys() != tensors.keys():
-                raise ValueError(f"this state is of another model: its {part} are {sorted(state[part])}, those here {sorted(tensors)}")
+            theirs, mine = ({name: list(t.shape[1:]) for name, t in group.items()} for group in (state[part], tensors))
+            if theirs != mine:
+                raise ValueError(f"this state is of another model: its {part} are {theirs}, those here {mine}")
+        self._run.load_state_dict(state)
+        for part, tensors in stacked.items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[part][name])
+        self._first_bad.fill_(-1)
 
 
 class _Node(nn.Module):

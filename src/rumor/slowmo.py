@@ -46,7 +46,10 @@ class SlowMo(GossipPGA):
 
     def step(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None:
         if self.round(state) == "global" and not (lr is not None and lr > 0):
-            raise ValueError(f"SlowMo divides by the learning rate at a global round: it must be positive, got lr={lr}")
+            raise ValueError(
+                f"SlowMo divides by the learning rate at a global round: it must be positive, got lr={lr} (read it before "
+                "scheduler.step(), and let the schedule end above 0)"
+            )
         super().step(x, buffers, state, engine, loss, lr)
 
     def write_mean(self, x: Buckets, b: int, mean: Tensor, state: State, lr: float | None) -> None:

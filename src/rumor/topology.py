@@ -167,7 +167,7 @@ def _hops(n: int) -> list[int]:
 
 
 def grid(n: int, shape: tuple[int, int] | None = None) -> Topology:
-    """A rectangle of rows and columns (closest factors of n unless `shape` is given), Metropolis-Hastings weights."""
+    """A rectangle of rows and columns, Metropolis-Hastings weights. `shape` is that of the closest factors of n: a line if n is prime."""
     rows, columns = _shape(n, shape)
     at = np.arange(n).reshape(rows, columns)
     edges = [*zip(at[:, :-1].flat, at[:, 1:].flat, strict=True), *zip(at[:-1].flat, at[1:].flat, strict=True)]
@@ -186,9 +186,9 @@ def _shape(n: int, shape: tuple[int, int] | None) -> tuple[int, int]:
     if shape is None:
         rows = next(r for r in range(math.isqrt(_size(n)), 0, -1) if n % r == 0)
         return rows, n // rows
-    if len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] != _size(n):
-        raise ValueError(f"shape={tuple(shape)} must be (rows, columns) with rows * columns = n = {n}")
-    return shape
+    if not isinstance(shape, Sequence) or len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] != _size(n):
+        raise ValueError(f"shape={shape!r} must be (rows, columns) with rows * columns = n = {n}")
+    return shape[0], shape[1]
 
 
 def _metropolis_hastings(n: int, edges: Sequence[tuple[Any, Any]]) -> Sparse:
@@ -203,10 +203,13 @@ def _metropolis_hastings(n: int, edges: Sequence[tuple[Any, Any]]) -> Sparse:
 
 
 def from_networkx(graph: Any) -> Topology:
-    """Any connected undirected networkx graph, with Metropolis-Hastings weights; node i is the i-th of `graph.nodes`."""
+    """Any connected undirected networkx graph, with Metropolis-Hastings weights (the graph's own are not used).
+
+    Nodes that are called 0 to n-1 keep their numbers; others are numbered in the order of `graph.nodes`.
+    """
+    number = _numbers(graph)
     if graph.is_directed():
         raise ValueError("from_networkx takes an undirected graph: use from_digraph(graph) with osgp, or graph.to_undirected()")
-    number = {node: i for i, node in enumerate(graph.nodes)}
     edges = [(number[u], number[v]) for u, v in graph.edges()]
     return _named("from_networkx", [_metropolis_hastings(_size(len(number)), edges)])
 
@@ -216,7 +219,7 @@ def from_digraph(digraph: Any) -> Topology:
 
     Column stochastic, rows need not sum to 1: this is what push-sum (`osgp`) corrects, and no other method can take it.
     """
-    number = {node: i for i, node in enumerate(digraph.nodes)}
+    number = _numbers(digraph)
     n = _size(len(number))
     directed = {(number[u], number[v]) for u, v in digraph.edges() if u != v}
     if not digraph.is_directed():
@@ -224,6 +227,13 @@ def from_digraph(digraph: Any) -> Topology:
     pushes = np.array(sorted(directed | {(i, i) for i in range(n)})).reshape(-1, 2)
     share = 1 / np.bincount(pushes[:, 0], minlength=n)
     return _named("from_digraph", [Sparse(n, pushes[:, 1], pushes[:, 0], share[pushes[:, 0]])], push_only=True)
+
+
+def _numbers(graph: Any) -> dict[Any, int]:
+    if not hasattr(graph, "is_directed"):
+        raise TypeError(f"a networkx graph is needed, got {type(graph).__name__}")
+    nodes = list(graph.nodes)
+    return {v: v if set(nodes) == set(range(len(nodes))) else i for i, v in enumerate(nodes)}
 
 
 def from_matrix(W: Any) -> Topology:
