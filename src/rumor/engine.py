@@ -8,6 +8,7 @@ until `wait()` has returned; what `wait()` returns belongs to the engine, may be
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -31,11 +32,12 @@ class Mixed(NamedTuple):
 NO_SCALARS = torch.empty(0, dtype=torch.float64)
 
 
-class Pending:
+class Pending(ABC):
     """Messages under way for one bucket."""
 
+    @abstractmethod
     def wait(self) -> Mixed:
-        raise NotImplementedError
+        """Lets them arrive and mixes them. May be called again."""
 
     def write_to(self, x: Buckets, b: int) -> None:
         """x_b <- what arrives, where x_b still is what was sent. An engine may know a shorter way."""
@@ -192,7 +194,7 @@ class Stacked:
         return self._scratch[key]
 
 
-class _Operator:
+class _Operator(ABC):
     """A mixing matrix made ready for tensors [..., n, d] of one dtype."""
 
     def __init__(self, W: Matrix, own: bool, trials: int, dtype: torch.dtype, device: torch.device):
@@ -206,11 +208,11 @@ class _Operator:
         keep = slice(None) if own else ~is_own
         self.build(W.n, rows[keep], columns[keep], used[keep], trials, device)
 
-    def build(self, n: int, rows: Tensor, columns: Tensor, weights: Tensor, trials: int, device: torch.device) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def build(self, n: int, rows: Tensor, columns: Tensor, weights: Tensor, trials: int, device: torch.device) -> None: ...
 
-    def apply(self, x: Tensor, out: Tensor) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def apply(self, x: Tensor, out: Tensor) -> Tensor: ...
 
 
 class _Csr(_Operator):

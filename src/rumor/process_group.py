@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rumor.channel import Alarm, Channel, DeviceAlarm
+from rumor.channel import Alarm, Channel, DeviceAlarm, Message
 from rumor.engine import NO_SCALARS, Buckets, Mixed, Pending, accumulator, rounded
 from rumor.flat import as_real
 from rumor.metrics import Metrics
@@ -81,8 +81,7 @@ class ProcessGroup:
         if scalars is not None:
             total.scalars(count).copy_(scalars)
         works: list[dist.Work] = []
-        if self.n > 1:
-            self._guard(lambda: works.append(dist.all_reduce(total.whole, group=self.group, async_op=True)), doing)
+        self._guard(lambda: works.extend(self._post_sum(total)), doing)
         self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += 2 * (self.n - 1) * total.whole.nbytes // self.n
         return _Mean(self, channel, works, doing, count)
@@ -179,6 +178,9 @@ class ProcessGroup:
         operations = [dist.P2POp(dist.isend, out, peer, group, tag) for peer in links.send]
         operations += [dist.P2POp(dist.irecv, room, peer, group, tag) for room, peer in inbox]
         return list(dist.batch_isend_irecv(operations)) if operations else []  # NCCL would deadlock on them one by one
+
+    def _post_sum(self, total: Message) -> list[dist.Work]:
+        return [dist.all_reduce(total.whole, group=self.group, async_op=True)] if self.n > 1 else []
 
     def _arrive(self, channel: Channel, works: list[dist.Work], doing: str) -> None:
         self._wait(works, doing)
