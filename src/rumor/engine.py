@@ -67,8 +67,8 @@ class Engine(Protocol):
         """The average over all nodes, who must all be doing the same. `finite`: whether x, a model, must be."""
         ...
 
-    def self_weight(self, topology: Topology, k: int) -> Tensor:
-        """W[i, i], as [*nodes, 1] in float64."""
+    def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """W[i, i], as [*nodes, 1] in float64: what a node keeps of what it pushes, where the rest is multiplied in `dtype`."""
         ...
 
     def full(self, value: float) -> Tensor:
@@ -164,8 +164,8 @@ class Stacked:
         self.metrics.bytes_sent += 2 * (self.n - 1) * x.shape[-1] * x.element_size() // self.n
         return _Mean(x, scalars)
 
-    def self_weight(self, topology: Topology, k: int) -> Tensor:
-        return self._operator(topology, k % topology.period, True, 1, self.full(0.0)).diagonal
+    def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return self._operator(topology, k % topology.period, False, 1, self.full(0.0).to(dtype)).kept
 
     def full(self, value: float) -> Tensor:
         return torch.full((self.n, 1), value, dtype=torch.float64, device=self.device)
@@ -201,9 +201,11 @@ class _Operator(ABC):
         rows, columns, weights = (torch.from_numpy(part) for part in W.triplets())
         is_own = rows == columns
         self.links = int((~is_own).sum())
-        self.diagonal = torch.zeros(W.n, 1, dtype=torch.float64).index_add_(0, rows[is_own], weights[is_own, None]).to(device)
         # rounded weights must still sum to 1, or the mean would move, step by step: each node's own makes up for the others'
-        lost = torch.zeros(W.n, dtype=torch.float64).index_add_(0, rows, torch.where(is_own, 0.0, weights - weights.to(dtype).double()))
+        rounding = torch.where(is_own, 0.0, weights - weights.to(dtype).double())
+        lost = torch.zeros(W.n, dtype=torch.float64).index_add_(0, rows, rounding)
+        # of what a node pushes, it keeps what the others don't get: W[i, i], and the rounding of their shares
+        self.kept = torch.zeros(W.n, dtype=torch.float64).index_add_(0, columns, torch.where(is_own, weights, rounding))[:, None].to(device)
         used = torch.where(is_own, weights + lost[rows], weights).to(dtype)
         keep = slice(None) if own else ~is_own
         self.build(W.n, rows[keep], columns[keep], used[keep], trials, device)

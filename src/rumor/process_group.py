@@ -86,8 +86,9 @@ class ProcessGroup:
         self.metrics.bytes_sent += 2 * (self.n - 1) * total.whole.nbytes // self.n
         return _Mean(self, channel, works, doing, count)
 
-    def self_weight(self, topology: Topology, k: int) -> Tensor:
-        return self.full(self._links_of(topology, k).own)
+    def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        links = self._links_of(topology, k)
+        return self.full(links.kept_32 if dtype == torch.float32 else links.own)
 
     def full(self, value: float) -> Tensor:
         return torch.full((1,), value, dtype=torch.float64, device=self.device)
@@ -163,9 +164,11 @@ class ProcessGroup:
             if topology.n != self.n:
                 raise ValueError(f"{topology} is for n={topology.n} nodes, but the group has {self.n}")
             hears = [(j, dist.get_global_rank(self.group, j), w) for j, w in topology.neighbors(self.rank, k).items()]
-            tells = [dist.get_global_rank(self.group, j) for j in topology.sends_to(self.rank, k)]
+            pushes = topology.sends_to(self.rank, k)
+            tells = [dist.get_global_rank(self.group, j) for j in pushes]
             own = topology.self_weight(self.rank, k)
-            self._links[key] = _Links(hears, tells, own, own + sum(w - rounded(w) for _, _, w in hears))
+            lost = [sum(w - rounded(w) for w in weights) for weights in (topology.neighbors(self.rank, k).values(), pushes.values())]
+            self._links[key] = _Links(hears, tells, own, own + lost[0], own + lost[1])
         return self._links[key]
 
     def _post(self, channel: Channel, links: _Links) -> list[dist.Work]:
@@ -234,13 +237,15 @@ def _gossiping(links: _Links, k: int) -> str:
 class _Links(NamedTuple):
     """Whom this rank hears from (node, global rank, weight), whom it sends to (global ranks), and its own weight.
 
-    `own_32` makes up for the rounding of the others' weights to float32: a sum of weights that is off 1 would move the mean, step by step.
+    `own_32` makes up for the rounding to float32 of the weights that it hears with, `kept_32` for that of the shares that it pushes: a sum
+    of weights that is off 1 would move the mean, step by step, always the same way.
     """
 
     receive: list[tuple[int, int, float]]
     send: list[int]
     own: float
     own_32: float
+    kept_32: float
 
 
 @dataclass

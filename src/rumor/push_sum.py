@@ -57,7 +57,8 @@ class PushSum:
                 w_next = w_next + arrived.scalars
             if self.delay == 1:  # only now: it uses the buffers that the last message arrived in
                 departing.pending.append(self.push(x, b, state, engine, k))
-            numerator = state.buckets["x"][b].mul_(p_ii.to(state.buckets["x"][b]))
+            numerator = state.buckets["x"][b]
+            numerator.mul_(engine.self_weight(self.topology, k, numerator.dtype).to(numerator))
             if arrived is not None:
                 numerator.add_(arrived.x)
                 x.write(b, torch.div(numerator, w_next.to(numerator), out=arrived.x))
@@ -68,7 +69,10 @@ class PushSum:
     def push(self, x: Buckets, b: int, state: State, engine: Engine, k: int) -> Pending:
         """x^(k+1/2) = x + (opt(z) - z) with z = x / w, and off it goes, with w beside the first bucket."""
         message, numerator, w = x.read(b), state.buckets["x"][b], state.scalars["w"]
-        numerator.mul_((1 - 1 / w).to(numerator)).add_(message)
+        if message.dtype == numerator.dtype:  # opt(z) - z first: in float32 it is exact, where a factor 1 - 1/w would be rounded
+            numerator.add_(message.addcdiv_(numerator, w.to(numerator), value=-1))
+        else:
+            numerator.mul_((1 - 1 / w).to(numerator)).add_(message)
         return engine.gossip(message.copy_(numerator), self.topology, k, w if b == 0 else None, own=False)
 
     def share(self, x: Buckets, b: int, state: State) -> Tensor:
