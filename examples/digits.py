@@ -98,6 +98,7 @@ def main() -> None:
         if rank == 0:
             accuracies = f"{row['mean']:10.1%} {row['worst']:10.1%}"
             print(f"{name:<14} {accuracies} {row['distance']:19.2e} {row['megabytes']:17.1f} {row['seconds']:8.1f}", flush=True)
+    dist.barrier()  # a rank that leaves while others still talk can make torch abort as it exits
     dist.destroy_process_group()
 
 
