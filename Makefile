@@ -1,10 +1,10 @@
-# make test | demo | bench | lint: each sets up .venv by itself; all they need is Python 3.10+ and make.
+# make test | demo | bench | convex | lint: each sets up .venv by itself; all they need is Python 3.10+ and make.
 PYTHON ?= python3
 BIN := .venv/bin
 # several processes share the cores in tests and demo
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: test demo bench lint format clean
+.PHONY: test demo bench convex lint format clean
 
 test: .venv/ready
 	$(BIN)/python -m pytest
@@ -14,6 +14,11 @@ demo: .venv/ready
 
 bench: .venv/ready
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/core.py --out benchmarks/results/core.json
+	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/convex.py --out benchmarks/results/convex.json
+
+convex: .venv/ready
+	$(BIN)/python experiments/logistic_regression.py --figure 1 4 5 6 7 extra --seeds 3 --out docs/convex
+	$(BIN)/python experiments/logistic/page.py
 
 lint: .venv/ready
 	$(BIN)/ruff format --check

@@ -11,11 +11,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,19 +20,8 @@ import torch.distributed as dist
 from torch import nn
 
 import rumor
+from measure import interleaved, machine, save
 from rumor.process_group import ProcessGroup
-
-
-def interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taking turns, so that a slow moment of the machine hits all alike."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for repeat in range(repeats + 2):  # the first two warm up
-        for name, run in contestants.items():
-            began = time.perf_counter()
-            run()
-            if repeat >= 2:
-                times[name].append(time.perf_counter() - began)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def stacked_ring(n: int, d: int = 1000, repeats: int = 60) -> dict[str, Any]:
@@ -141,11 +125,7 @@ def main() -> None:
     print(f"{'step':>16} {'ms':>7} {'copies':>7} {'flat copies':>12}")
     for row in costs:
         print(f"{row['step']:>16} {row['ms']:7.1f} {row['copies']:7.2f} {row['flat_copies']:12.2f}")
-    machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": platform.processor() or platform.machine()}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_suffix(".tmp")
-    aside.write_text(json.dumps({"machine": machine, "stacked_ring": rings, "averager": costs}, indent=1) + "\n")
-    os.replace(aside, out)
+    save(out, {"machine": machine(), "stacked_ring": rings, "averager": costs})
 
 
 if __name__ == "__main__":

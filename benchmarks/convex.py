@@ -1,0 +1,140 @@
+"""What figure 1 of the logistic-regression study costs (3 sizes x 3 methods x 50 trials x 10,000 steps), measured in one run beside
+
+- the bytes that must move: a step of one method reads X and writes X, and all methods share the rows that were drawn;
+- the same steps as a bare vectorised torch loop without the engine (dense W, float64);
+- the same steps as plain Python loops over trials and nodes, on numpy vectors: a fraction of them, scaled up.
+
+    make bench            writes benchmarks/results/convex.json
+    PYTHONPATH=src python benchmarks/convex.py --device cuda        # all five figures on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import rumor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+
+import logistic_regression
+from logistic import figures
+from logistic.problem import Problem, synthetic
+from logistic.run import LR, STEPS, Walk
+from measure import interleaved, machine, save
+
+TRIALS, METHODS = 50, 3
+
+
+def study(names: list[str], device: str) -> float:
+    """Seconds for whole figures, as the script makes them: data, minimizers, all runs and the objective; not the pictures."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = ["--figure", *names, "--out", folder, "--device", device, "--no-pictures"]
+        began = time.perf_counter()
+        logistic_regression.main(arguments)
+        return time.perf_counter() - began
+
+
+def algorithms(n: int) -> list[rumor.GossipPGA]:
+    return [rumor.parallel_sgd(n), rumor.gossip_sgd(rumor.ring(n)), rumor.gossip_pga(rumor.ring(n), figures.H_PAPER)]
+
+
+def samples(problem: Problem, steps: int) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(0)
+    return torch.randint(problem.rows.shape[1], (steps, TRIALS, problem.n), generator=draw, dtype=torch.int16)
+
+
+class Bare:
+    """Parallel, Gossip and Gossip-PGA with a dense W and nothing of Rumor: the least that torch needs."""
+
+    def __init__(self, problem: Problem):
+        self.rows, self.n, self.k = problem.all_rows, problem.n, 0
+        self.first_row = torch.arange(problem.n) * problem.rows.shape[1]
+        self.W = rumor.ring(problem.n).W()
+        self.X = torch.zeros(METHODS, TRIALS, problem.n, problem.d, dtype=torch.float64)
+
+    def step(self, sample: torch.Tensor, lr: float) -> None:
+        X, rows = self.X, self.rows[sample + self.first_row]
+        X += lr * torch.sigmoid(-(X * rows).sum(-1, keepdim=True)) * rows
+        self.k += 1
+        X[0] = X[0].mean(-2, keepdim=True)
+        X[1] = self.W @ X[1]
+        X[2] = X[2].mean(-2, keepdim=True) if self.k % figures.H_PAPER == 0 else self.W @ X[2]
+
+
+def per_step(n: int, steps: int = 400) -> dict[str, Any]:
+    """One thread, as the study runs: the engine's walk, the bare loop and a copy of X, taking turns, in microseconds a step."""
+    problem = synthetic(n, iid=False)
+    walk, bare, drawn = Walk(problem, algorithms(n), TRIALS), Bare(problem), samples(problem, steps)
+    lr = torch.full((steps,), LR, dtype=torch.float64)
+    other = torch.empty_like(walk.X)
+
+    def of_the_study() -> None:
+        for j in range(steps):
+            walk.step(drawn[j], lr[j])
+
+    def of_the_bare_loop() -> None:
+        for j in range(steps):
+            bare.step(drawn[j], LR)
+
+    torch.set_num_threads(1)
+    seconds = interleaved(
+        {"rumor": of_the_study, "bare": of_the_bare_loop, "copies": lambda: [other.copy_(walk.X) for _ in range(steps)]}, 5
+    )
+    difference = float((walk.X - bare.X).abs().max())
+    if difference > 1e-9:
+        raise AssertionError(f"the bare loop and the study differ by {difference}")
+    must_move = 2 * walk.X.nbytes + walk.X[0].nbytes
+    at_copy_speed = seconds["copies"] * must_move / (2 * walk.X.nbytes)
+    row = {f"{name}_us": 1e6 * value / steps for name, value in seconds.items()}
+    return {"n": n, **row, "must_move_MB": must_move / 1e6, "share_of_copy_bandwidth": at_copy_speed / seconds["rumor"]}
+
+
+def plain_loops(n: int, trials: int = 2, steps: int = 100) -> float:
+    """Seconds that all trials and steps of one size would take as loops over trials and nodes."""
+    problem = synthetic(n, iid=False)
+    rows, drawn = problem.rows.numpy(), samples(problem, steps).numpy()
+    neighbours = [[(n + i - 1) % n, i, (i + 1) % n] for i in range(n)]
+    began = time.perf_counter()
+    for trial in range(trials):
+        for method in range(METHODS):
+            x = [np.zeros(problem.d) for _ in range(n)]
+            for k in range(steps):
+                for i in range(n):
+                    row = rows[i, drawn[k, trial, i]]
+                    x[i] = x[i] + LR / (1 + np.exp(row @ x[i])) * row
+                if method == 0 or (method == 2 and (k + 1) % figures.H_PAPER == 0):
+                    x = [sum(x) / n] * n
+                else:
+                    x = [(x[a] + x[b] + x[c]) / 3 for a, b, c in neighbours]
+    return (time.perf_counter() - began) * TRIALS / trials * STEPS / steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("results") / "convex.json")
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine()}
+    if options.device == "cpu":
+        results["figure_1_s"] = [study(["1"], "cpu") for _ in range(3)]
+        results["all_five_s"] = study(list(figures.THE_PAPERS), "cpu")
+        results["plain_loops_s"] = {str(n): plain_loops(n) for n in figures.SIZES}
+        results["per_step"] = [per_step(n) for n in figures.SIZES]
+    else:
+        results["all_five_s"] = [study(list(figures.THE_PAPERS), options.device) for _ in range(3)]
+        results["figure_1_s"] = [study(["1"], options.device) for _ in range(3)]
+    print(json.dumps(results, indent=1))
+    save(options.out, results)
+
+
+if __name__ == "__main__":
+    main()

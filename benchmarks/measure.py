@@ -1,0 +1,38 @@
+"""What every benchmark does: time its contestants in turn, say on what machine, and save the results."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
+    """Median seconds of each, taking turns, so that a slow moment of the machine hits all alike."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for repeat in range(repeats + 2):  # the first two warm up
+        for name, run in contestants.items():
+            began = time.perf_counter()
+            run()
+            if repeat >= 2:
+                times[name].append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def machine() -> dict[str, Any]:
+    gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": platform.processor() or platform.machine(), **gpu}
+
+
+def save(out: Path, results: dict[str, Any]) -> None:
+    """As JSON, aside and then renamed."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    aside = out.with_suffix(".tmp")
+    aside.write_text(json.dumps(results, indent=1) + "\n")
+    aside.replace(out)

@@ -1,0 +1,162 @@
+"""What each figure shows: values, from which the runs, the tables and the pictures are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import rumor
+from rumor.algorithm import Algorithm
+
+H_PAPER = 16
+SIZES = (20, 50, 100)
+TOPOLOGIES = {"exponential": rumor.exponential, "grid": rumor.grid, "ring": rumor.ring}
+
+# Gossip-AGA has no figure in the paper's convex part; the period starts as in its deep experiments, the warm-up is a tenth of a stage
+AGA = {"warmup": 100, "H_init": 4, "H_max": 64}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The problem of a panel: synthetic data, or a LIBSVM file that is dealt out to the nodes (iid, or sorted by label)."""
+
+    n: int
+    iid: bool
+    data: str = "synthetic"
+
+    def __str__(self) -> str:
+        split = "iid" if self.iid else ("non-iid" if self.data == "synthetic" else "by label")
+        return f"{'' if self.data == 'synthetic' else self.data + ', '}n = {self.n}, {split}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One method in one setting. `final_average`: what Gossip SGD would leave if all averaged once, at this very step."""
+
+    setting: Setting
+    method: str
+    topology: str | None = None
+    H: int | None = None
+    final_average: bool = False
+
+    @property
+    def algorithm(self) -> Algorithm:
+        n = self.setting.n
+        if self.method == "parallel_sgd":
+            return rumor.parallel_sgd(n)
+        if self.method == "local_sgd":
+            return rumor.local_sgd(n, self.H or 1)
+        topology = TOPOLOGIES[self.topology or "ring"](n)
+        if self.method == "gossip_sgd":
+            return rumor.gossip_sgd(topology)
+        return rumor.gossip_aga(topology, **AGA) if self.method == "gossip_aga" else rumor.gossip_pga(topology, self.H or 1)
+
+    @property
+    def run(self) -> Curve:
+        """The run that it is read from."""
+        return Curve(self.setting, self.method, self.topology, self.H)
+
+    @property
+    def row(self) -> dict[str, object]:
+        """Its columns in a table; no gossip is W = I, no global average H = infinity."""
+        topology = self.topology or {"parallel_sgd": "complete", "local_sgd": "isolated"}[self.method]
+        period = {"parallel_sgd": 1, "gossip_sgd": "inf", "gossip_aga": "adaptive"}.get(self.method, self.H)
+        method = "gossip_sgd_final_average" if self.final_average else self.method
+        return {"method": method, "topology": topology, "n": self.setting.n, "H": period, "iid": self.setting.iid}
+
+    def __str__(self) -> str:
+        name = {"parallel_sgd": "Parallel", "local_sgd": "Local", "gossip_sgd": "Gossip", "gossip_pga": "Gossip-PGA"}
+        if self.method == "gossip_aga":
+            return "Gossip-AGA"
+        return name[self.method] + (f" (H = {self.H})" if self.H else "") + (", one final average" if self.final_average else "")
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    curves: tuple[Curve, ...]
+
+    @property
+    def setting(self) -> Setting:
+        return self.curves[0].setting
+
+
+def parallel(setting: Setting) -> Curve:
+    return Curve(setting, "parallel_sgd")
+
+
+def local(setting: Setting, H: int = H_PAPER) -> Curve:
+    return Curve(setting, "local_sgd", None, H)
+
+
+def gossip(setting: Setting, topology: str = "ring", final_average: bool = False) -> Curve:
+    return Curve(setting, "gossip_sgd", topology, None, final_average)
+
+
+def pga(setting: Setting, topology: str = "ring", H: int = H_PAPER) -> Curve:
+    return Curve(setting, "gossip_pga", topology, H)
+
+
+def aga(setting: Setting) -> Curve:
+    return Curve(setting, "gossip_aga", "ring")
+
+
+def _on_the_ring(iid: bool) -> list[Panel]:
+    settings = [Setting(n, iid) for n in SIZES]
+    return [Panel(f"ring, {s}", (parallel(s), gossip(s), pga(s))) for s in settings]
+
+
+def _by_topology(other: str) -> list[Panel]:
+    panels = []
+    for s in (Setting(20, False), Setting(100, False)):
+        for topology in TOPOLOGIES:
+            third = gossip(s, topology) if other == "gossip" else local(s)
+            panels.append(Panel(f"{topology}, {s}", (parallel(s), third, pga(s, topology))))
+    return panels
+
+
+def _by_period() -> list[Panel]:
+    settings = (Setting(20, False), Setting(100, False))
+    return [Panel(f"grid, H = {H}, {s}", (parallel(s), local(s, H), pga(s, "grid", H))) for s in settings for H in (16, 32, 64)]
+
+
+def _extra() -> list[Panel]:
+    """Ours, not the paper's: the adaptive period, one average at the end, and Local SGD on iid data."""
+    panels = []
+    for s in (Setting(n, False) for n in SIZES):
+        panels.append(Panel(f"ring, {s}", (parallel(s), pga(s), aga(s), gossip(s, final_average=True))))
+    for s in (Setting(n, True) for n in SIZES):
+        panels.append(Panel(f"ring, {s}", (parallel(s), local(s), pga(s), aga(s), gossip(s, final_average=True))))
+    return panels
+
+
+def _real(data: str) -> list[Panel]:
+    settings = [Setting(20, iid, data) for iid in (True, False)]
+    return [Panel(f"ring, {s}", (parallel(s), local(s), gossip(s), pga(s))) for s in settings]
+
+
+FIGURES: dict[str, list[Panel]] = {
+    "1": _on_the_ring(iid=False),
+    "4": _on_the_ring(iid=True),
+    "5": _by_topology("gossip"),
+    "6": _by_topology("local"),
+    "7": _by_period(),
+    "extra": _extra(),
+    "a9a": _real("a9a"),
+    "w8a": _real("w8a"),
+}
+THE_PAPERS = ("1", "4", "5", "6", "7")
+CLAIMS = {
+    "1": "Figure 1: on the ring, data differing by node, Gossip-PGA meets Parallel SGD first, the more so the larger n",
+    "4": "Figure 4: the same on iid data, where the gap is smaller",
+    "5": "Figure 5: exponential graph, grid, ring: the sparser the graph, the more a global average gains",
+    "6": "Figure 6: beside Local SGD with the same period, gossip in between gains on every graph",
+    "7": "Figure 7: on the grid, the gain over Local SGD grows with the period",
+    "extra": "Ours: an adaptive period (Gossip-AGA), and Gossip SGD with one average at the end",
+    "a9a": "Real data: a9a (123 features) on a ring of 20",
+    "w8a": "Real data: w8a (300 features) on a ring of 20",
+}
+
+
+def curves_of(panels: list[Panel]) -> list[Curve]:
+    """Each curve once, in the order of the panels."""
+    return list(dict.fromkeys(curve for panel in panels for curve in panel.curves))

@@ -1,0 +1,71 @@
+"""Finished runs on disk: one file each, written aside and renamed, so that a study that was stopped goes on where it was."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from logistic.figures import Curve
+from logistic.run import GAP_EVERY, Result
+from logistic.transient import EVERY, ratio_at, transient_stage
+
+FORMAT = 2  # raised when the meaning of a file changes: older ones are not read
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of one curve: [records, trials], or [records / GAP_EVERY, trials] for the objective."""
+
+    error: Array
+    gap: Array
+    global_rounds: float
+
+    def versus(self, parallel: Numbers) -> dict[str, object]:
+        """T_tr(1), T_tr(0.25) and the ratio at k = 9,500 of the node error's mean over trials; "" where a stage is not reached."""
+        ours, theirs = self.error.mean(1), parallel.error.mean(1)
+        return _columns([transient_stage(ours, theirs, eps) for eps in (1, 0.25)], ratio_at(9_500, ours, theirs))
+
+    def objective_versus(self, parallel: Numbers) -> dict[str, object]:
+        """The same of f(xbar) - f*."""
+        ours, theirs, scale = self.gap.mean(1), parallel.gap.mean(1), {"every": EVERY * GAP_EVERY, "window": 2}
+        return _columns([transient_stage(ours, theirs, eps, **scale) for eps in (1, 0.25)], ratio_at(9_500, ours, theirs, **scale))
+
+
+def _columns(stages: list[int | None], ratio: float) -> dict[str, object]:
+    one, quarter = ("" if stage is None else stage for stage in stages)
+    return {"T_tr_1": one, "T_tr_025": quarter, "ratio_9500": round(ratio, 4)}
+
+
+@dataclass(frozen=True)
+class Store:
+    """The runs of one study: `trials` trials, data drawn with `seed`, on one kind of device (its samples are its own)."""
+
+    folder: Path
+    trials: int
+    seed: int
+    device: str
+
+    def path(self, curve: Curve) -> Path:
+        columns = "-".join(str(value) for value in curve.run.row.values())
+        return self.folder / "runs" / f"{curve.setting.data}-{columns}-seed{self.seed}-trials{self.trials}-{self.device}-v{FORMAT}.npz"
+
+    def has(self, curve: Curve) -> bool:
+        return self.path(curve).exists()
+
+    def save(self, curve: Curve, result: Result) -> None:
+        path = self.path(curve)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_suffix(f".{os.getpid()}.tmp")
+        with aside.open("wb") as file:
+            np.savez(file, **{name: np.asarray(value) for name, value in vars(result).items()})
+        aside.replace(path)
+
+    def load(self, curve: Curve) -> Numbers:
+        with np.load(self.path(curve)) as file:
+            error = file["mean_error" if curve.final_average else "node_error"]
+            return Numbers(error, file["gap"], float(file["global_rounds"]))

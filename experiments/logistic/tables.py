@@ -1,0 +1,102 @@
+"""The study's tables: CSV files, and the same as text beside the reference numbers."""
+
+from __future__ import annotations
+
+import csv
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+
+from logistic.figures import Curve, Panel, curves_of, parallel
+from logistic.run import GAP_EVERY
+from logistic.store import Store
+from logistic.transient import EVERY, WINDOW, moving_mean
+
+Row = dict[str, object]
+
+assert WINDOW == 2 * GAP_EVERY  # the smoothed error of `curves` is centred where the objective was taken
+
+
+def write(path: Path, text: str) -> None:
+    """Aside, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    aside.write_text(text)
+    aside.replace(path)
+
+
+def as_csv(rows: Sequence[Row]) -> str:
+    text = StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def read(path: Path) -> list[Row]:
+    with path.open(newline="") as file:
+        return [dict(row) for row in csv.DictReader(file)]
+
+
+def of(curve: Curve, rows: Sequence[Row]) -> list[Row]:
+    """The rows that a curve has in a table, as written or as read back."""
+    return [row for row in rows if all(str(row[name]) == str(value) for name, value in curve.row.items())]
+
+
+def stages(store: Store, panels: list[Panel], objective: bool = False) -> list[Row]:
+    """One row a curve: where it meets Parallel SGD, and how far from it it ends."""
+    rows = []
+    for curve in curves_of(panels):
+        ours, theirs = store.load(curve), store.load(parallel(curve.setting))
+        rows.append(curve.row | (ours.objective_versus(theirs) if objective else ours.versus(theirs)))
+    return rows
+
+
+def curves(store: Store, panels: list[Panel]) -> list[Row]:
+    """What the picture shows, every 110 steps: mean and deviation over the trials of the node error, smoothed over 220 steps (or the
+    records would beat with the periods), and of the objective."""
+    rows: list[Row] = []
+    for curve in curves_of(panels):
+        numbers = store.load(curve)
+        errors = moving_mean(numbers.error)[::GAP_EVERY]  # the first is centred at record GAP_EVERY
+        for r, (error, gap) in enumerate(zip(errors, numbers.gap[1:], strict=False), start=1):
+            values = {"error_mean": error.mean(), "error_std": error.std(ddof=1), "gap_mean": gap.mean(), "gap_std": gap.std(ddof=1)}
+            rows.append(curve.row | {"k": r * GAP_EVERY * EVERY} | {name: f"{value:.5g}" for name, value in values.items()})
+    return rows
+
+
+def over_seeds(stores: Sequence[Store], panels: list[Panel]) -> list[Row]:
+    """One row a curve: the median over data sets of what `stages` holds, and T_tr(1) of each. "" counts as later than all."""
+    tables = [stages(store, panels) for store in stores]
+    rows = []
+    for curve, *per_seed in zip(curves_of(panels), *tables, strict=True):
+        row = curve.row
+        for column in ("T_tr_1", "T_tr_025", "ratio_9500"):
+            row[column] = median(entry[column] for entry in per_seed)
+        row["T_tr_1_by_data"] = " ".join(str(entry["T_tr_1"] if entry["T_tr_1"] != "" else "-") for entry in per_seed)
+        rows.append(row)
+    return rows
+
+
+def median(values: Iterable[object]) -> object:
+    numbers = [float("inf") if value == "" else float(str(value)) for value in values]
+    middle = statistics.median_high(numbers)
+    return "" if np.isinf(middle) else (int(middle) if middle == int(middle) and middle > 1 else middle)
+
+
+def as_text(rows: Sequence[Row], columns: dict[str, str] | None = None) -> str:
+    """A Markdown table, readable in a terminal too. `columns`: name in the rows -> heading."""
+    columns = columns or {name: name for name in rows[0]}
+    cells = [list(columns.values()), *([_cell(row.get(name, "")) for name in columns] for row in rows)]
+    widths = [max(len(row[c]) for row in cells) for c in range(len(columns))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
+    rule = "| " + " | ".join("-" * width for width in widths) + " |"
+    return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value) if value != "" else "not reached"

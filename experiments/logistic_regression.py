@@ -1,0 +1,185 @@
+"""The paper's logistic-regression study (figures 1, 4, 5, 6, 7), and what we add to it.
+
+Expect Gossip-PGA to meet Parallel SGD long before Gossip SGD and Local SGD do, the more so the larger and sparser the network. Figure 1
+takes about ten seconds on two cores, all five a minute or two.
+
+    python experiments/logistic_regression.py --quick                              # a small version of everything, under 20 seconds
+    python experiments/logistic_regression.py --figure 1                           # one figure, 50 trials
+    python experiments/logistic_regression.py --figure 1 --n 20 --trials 8 --out FOLDER
+    python experiments/logistic_regression.py --figure a9a w8a --data FOLDER       # real data: LIBSVM files a9a.txt.xz and w8a.xz
+
+Writes figure-1.csv (a row per curve), figure-1-objective.csv, figure-1-curves.csv and figure-1.png, and so on. Finished runs are kept in
+FOLDER/runs and not run again: stop it when you like, and start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from logistic import figures, tables
+from logistic.figures import Curve, Panel, Setting
+from logistic.problem import Problem, from_libsvm, synthetic
+from logistic.run import STEPS, run
+from logistic.store import Store
+
+FILES = {"a9a": "a9a.txt.xz", "w8a": "w8a.xz"}
+L2 = 0.01  # on real data, where some features are seen with one label only: without it there is no minimum
+TRIALS, QUICK_TRIALS = 50, 8
+_steps_done: multiprocessing.Queue[int]  # of a worker: to tell the bar
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    stores = [Store(options.out, options.trials, seed, torch.device(options.device).type) for seed in range(options.seeds)]
+    chosen = {name: [p for p in figures.FIGURES[name] if wanted(p.setting, options)] for name in options.figure}
+    curves = figures.curves_of([panel for panels in chosen.values() for panel in panels])
+    work = [job for store in stores for job in jobs(store, curves, options.data)]
+    compute(work, options)
+    for name, panels in chosen.items():
+        report(name, panels, stores, options)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--figure", nargs="+", default=list(figures.THE_PAPERS), choices=list(figures.FIGURES), help="which to make")
+    parser.add_argument("--n", type=int, nargs="+", help="only panels of these sizes (default: all)")
+    parser.add_argument("--trials", type=int, help=f"default: {TRIALS}, with --quick {QUICK_TRIALS}")
+    parser.add_argument("--seeds", type=int, default=1, help="data sets; with more than one, figure-X-seeds.csv has the medians")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials; n = 20 only, but for figure 1")
+    parser.add_argument("--out", type=Path, default=Path("logistic-regression"), help="folder for results")
+    parser.add_argument("--data", type=Path, help=f"folder of the real data: {', '.join(FILES.values())}")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--jobs", type=int, default=cores(), help="processes, on a CPU")
+    parser.add_argument("--no-pictures", action="store_true", help="tables and data only")
+    options = parser.parse_args(arguments)
+    options.trials = options.trials or (QUICK_TRIALS if options.quick else TRIALS)
+    if options.trials < 2:
+        parser.error(f"--trials {options.trials}: at least 2 are needed, for a standard deviation")
+    for name in (name for name in options.figure if name in FILES):
+        if options.data is None or not (options.data / FILES[name]).exists():
+            parser.error(f"--figure {name} needs --data FOLDER with {FILES[name]} in it")
+    for name in options.figure:
+        sizes = sorted({panel.setting.n for panel in figures.FIGURES[name]})
+        if options.n and not set(options.n) & set(sizes):
+            parser.error(f"figure {name} has no panel for n = {options.n[0]}: it has {sizes}")
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: torch sees no GPU here; --device cpu works everywhere")
+    return options
+
+
+def cores() -> int:
+    """Those that this process may use, where the system says so."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def wanted(setting: Setting, options: argparse.Namespace) -> bool:
+    if options.n:
+        return setting.n in options.n
+    return not options.quick or setting.n == 20 or (not setting.iid and len(options.figure) == 1)
+
+
+class Job:
+    """All curves of one setting that are still to be run: they share their data and their samples."""
+
+    def __init__(self, store: Store, setting: Setting, curves: list[Curve], data: Path | None):
+        self.store, self.setting, self.curves, self.data = store, setting, curves, data
+
+    @property
+    def steps(self) -> int:
+        return STEPS
+
+    @property
+    def size(self) -> int:
+        return self.setting.n * len(self.curves) * (1 if self.setting.data == "synthetic" else 10)
+
+    def problem(self) -> Problem:
+        setting, seed = self.setting, self.store.seed
+        if setting.data == "synthetic":
+            return synthetic(setting.n, setting.iid, seed)
+        assert self.data is not None
+        return from_libsvm(self.data / FILES[setting.data], setting.n, "iid" if setting.iid else "label", L2, seed)
+
+    def run(self, device: str, progress) -> None:  # type: ignore[no-untyped-def]
+        problem = self.problem().to(device)
+        results = run(problem, [curve.algorithm for curve in self.curves], self.store.trials, seed=self.store.seed, progress=progress)
+        for curve, result in zip(self.curves, results, strict=True):
+            self.store.save(curve, result)
+
+
+def jobs(store: Store, curves: list[Curve], data: Path | None) -> Iterator[Job]:
+    missing = dict.fromkeys(curve.run for curve in curves if not store.has(curve.run))
+    for setting in dict.fromkeys(curve.setting for curve in missing):
+        yield Job(store, setting, [curve for curve in missing if curve.setting == setting], data)
+
+
+def compute(work: list[Job], options: argparse.Namespace) -> None:
+    """Every job, under one bar: on a GPU in turn; on a CPU side by side, one thread each (the tensors are too small to share)."""
+    work = sorted(work, key=lambda job: -job.size)
+    with tqdm(total=sum(job.steps * job.size for job in work), unit_scale=True, unit=" node steps", disable=not work) as bar:
+        if options.device != "cpu" or min(options.jobs, len(work)) <= 1:
+            for job in work:
+                bar.set_description(str(job.setting))
+                job.run(options.device, lambda steps, size=job.size: bar.update(steps * size))  # type: ignore[misc]
+            return
+        _side_by_side(work, options.jobs, bar)
+
+
+def _side_by_side(work: list[Job], workers: int, bar: tqdm) -> None:
+    # forked, where that can be: a fresh interpreter would spend longer on its imports than on a figure
+    start = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(start)
+    done = context.Queue()
+    with ProcessPoolExecutor(min(workers, len(work)), context, _start_worker, (done,)) as pool:
+        running: set[Future[None]] = {pool.submit(_work, job) for job in work}
+        try:
+            while running:
+                finished, running = wait(running, timeout=0.2)
+                while not done.empty():
+                    bar.update(done.get())
+                for future in finished:
+                    future.result()  # what went wrong in a worker goes on here
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(done: multiprocessing.Queue[int]) -> None:
+    global _steps_done
+    _steps_done = done
+    torch.set_num_threads(1)
+
+
+def _work(job: Job) -> None:
+    job.run("cpu", lambda steps: _steps_done.put(steps * job.size))
+
+
+def report(name: str, panels: list[Panel], stores: list[Store], options: argparse.Namespace) -> None:
+    """The figure's files, and its table on the screen."""
+    store, path = stores[0], options.out / f"figure-{name}.csv"
+    rows = tables.stages(store, panels)
+    tables.write(path, tables.as_csv(rows))
+    tables.write(path.with_stem(f"{path.stem}-objective"), tables.as_csv(tables.stages(store, panels, objective=True)))
+    tables.write(path.with_stem(f"{path.stem}-curves"), tables.as_csv(tables.curves(store, panels)))
+    if len(stores) > 1:
+        tables.write(path.with_stem(f"{path.stem}-seeds"), tables.as_csv(tables.over_seeds(stores, panels)))
+    print(f"\n{figures.CLAIMS[name]}\n\n{tables.as_text(rows)}")
+    if not options.no_pictures:
+        from logistic import pictures
+
+        pictures.draw(name, panels, options.out)
+    print(f"\nwritten: {path.parent}/{path.stem}*")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped: the same command goes on from the runs that are finished")

@@ -1,0 +1,275 @@
+"""The convex study is what it says: its problems, its transient stages, its steps, its files."""
+
+import csv
+import lzma
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import rumor
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+from logistic import figures, page, problem, run, tables, transient  # noqa: E402
+
+SCRIPT = ROOT / "experiments" / "logistic_regression.py"
+COLUMNS = ["method", "topology", "n", "H", "iid", "T_tr_1", "T_tr_025", "ratio_9500"]
+
+
+def study(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=100)
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def small() -> problem.Problem:
+    return problem.synthetic(6, iid=False, M=300, d=4)
+
+
+@pytest.fixture(scope="module")
+def panel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One panel of figure 1, made by the command that the documentation gives."""
+    folder = tmp_path_factory.mktemp("study")
+    done = study("--figure", "1", "--n", "20", "--trials", "8", "--out", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert "100%" in done.stderr  # the bar
+    return folder
+
+
+# --- problems
+
+
+def loss_of_all(given: problem.Problem, x: torch.Tensor) -> torch.Tensor:
+    """f, written out sample by sample."""
+    losses = [torch.log1p(torch.exp(-(row @ x))) for row in given.rows.reshape(-1, given.d)]
+    return torch.stack(losses).mean() + given.l2 / 2 * x @ x
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.05])
+def test_the_minimizer_has_no_gradient(small: problem.Problem, l2: float):
+    x = problem.Problem("", small.rows, l2).minimizer.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_of_all(problem.Problem("", small.rows, l2), x), x)
+    assert gradient.norm() < 1e-12
+
+
+def test_the_gap_is_the_loss_above_its_minimum(small: problem.Problem):
+    given = problem.Problem("", small.rows, 0.05)
+    for x in (torch.zeros(4, dtype=torch.float64), given.minimizer + 0.3, given.minimizer + 3.0):
+        expected = loss_of_all(given, x) - loss_of_all(given, given.minimizer)
+        assert torch.allclose(given.gap(x[None])[0], expected, rtol=1e-9)
+
+
+def test_the_gap_from_few_samples_is_close_to_that_from_all():
+    many = problem.synthetic(20, iid=False)
+    assert len(many._few_rows) == problem.SUBSET < len(many.all_rows)
+    directions = torch.nn.functional.normalize(torch.randn(6, many.d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
+    for size, tolerance in ((1.0, 0.06), (0.3, 0.02), (0.03, 0.003)):
+        x = many.minimizer + size * directions
+        exact = torch.nn.functional.softplus(-(many.all_rows @ x.mT)).mean(0)
+        exact -= torch.nn.functional.softplus(-(many.all_rows @ many.minimizer)).mean()
+        assert ((many.gap(x) - exact) / exact).abs().max() < tolerance
+
+
+def test_data_is_as_the_paper_draws_it():
+    same, differing = problem.synthetic(4, iid=True), problem.synthetic(4, iid=False)
+    for given in (same, differing):
+        assert given.rows.shape == (4, 8000, 10)
+        assert given.rows.var() == pytest.approx(10, rel=0.02)
+        assert torch.equal(given.rows, problem.synthetic(4, given is same).rows)
+    own = torch.stack([problem.Problem("", rows[None]).minimizer for rows in differing.rows])  # each node's own minimum: its unit vector
+    assert own.norm(dim=1) == pytest.approx(1, rel=0.1)
+    assert (own @ own.mT - torch.eye(4)).abs().max() > 0.1
+    alike = torch.stack([problem.Problem("", rows[None]).minimizer for rows in same.rows])
+    assert (alike - alike[0]).norm(dim=1).max() < 0.25
+
+
+def test_libsvm_files_are_dealt_out_by_chance_or_by_label(tmp_path: Path):
+    lines = [f"{int(i % 4 == 0)} 1:{i + 1} {2 + i % 3}:0.5" for i in range(41)]  # labels 0 and 1; one sample too many for 4 nodes
+    with lzma.open(tmp_path / "toy.xz", "wt") as file:
+        file.write("\n".join(lines) + "\n")
+    for split, kinds in (("iid", 2), ("label", 1)):
+        rows = problem.from_libsvm(tmp_path / "toy.xz", 4, split, l2=0.1).rows
+        assert rows.shape == (4, 10, 4)
+        labels = rows[..., 0].sign()  # y h, and the first feature is positive
+        assert labels.unique().tolist() == [-1, 1]
+        assert sum(len(node.unique()) == 1 for node in labels) >= (3 if kinds == 1 else 0)
+    with pytest.raises(ValueError, match="'iid' or 'label'"):
+        problem.from_libsvm(tmp_path / "toy.xz", 4, "class", l2=0.1)
+
+
+# --- the run is the core's
+
+
+class Linear(nn.Module):
+    def __init__(self, d: int):
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(d, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("l2", [0.0, 0.05])
+def test_the_study_steps_as_the_simulator_does(small: problem.Problem, l2: float):
+    given = problem.Problem("", small.rows, l2)
+    algorithms = [rumor.parallel_sgd(6), rumor.local_sgd(6, 4), rumor.gossip_sgd(rumor.ring(6)), rumor.gossip_pga(rumor.grid(6), 4)]
+    samples = torch.randint(300, (60, 3, 6), dtype=torch.int16, generator=torch.Generator().manual_seed(1))
+    walk = run.Walk(given, algorithms, 3)
+    walk.walk(0, samples, torch.full((60,), 0.2, dtype=torch.float64))
+    for algorithm, X in zip(algorithms, walk.X, strict=True):
+        sim = rumor.Simulator(Linear(4), algorithm)
+        optimizer = torch.optim.SGD(sim.parameters(), lr=0.2, weight_decay=l2)
+        for sample in samples[:, 2]:  # the last trial
+            batch = given.rows[torch.arange(6), sample.long()][:, None]  # [n, 1, d]
+            losses = sim(lambda model, rows: torch.nn.functional.softplus(-(rows @ model.x)).mean(), batch)
+            losses.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sim.step(losses)
+        assert torch.allclose(sim.X, X[2], atol=1e-12)
+
+
+def test_each_trial_of_gossip_aga_has_its_own_period(small: problem.Problem):
+    algorithm = rumor.gossip_aga(rumor.ring(6), warmup=4, H_init=2, H_max=16)
+    samples = torch.randint(300, (50, 2, 6), dtype=torch.int16, generator=torch.Generator().manual_seed(2))
+    lr = torch.full((50,), 0.1, dtype=torch.float64)
+    both = run.Walk(small, [algorithm], 2)
+    both.walk(0, samples, lr)
+    for trial in range(2):
+        alone = run.Walk(small, [algorithm], 1)
+        alone.walk(0, samples[:, trial : trial + 1], lr)
+        assert torch.equal(alone.X[0, 0], both.X[0, trial])
+    states = [state.schedule for _, state in both.methods[0].parts]
+    assert states[0].H != states[1].H or states[0].F_init != states[1].F_init
+
+
+def test_all_methods_see_the_same_samples(small: problem.Problem):
+    alone = run.run(small, [rumor.gossip_sgd(rumor.ring(6))], trials=3, steps=100)[0]
+    among = run.run(small, [rumor.parallel_sgd(6), rumor.gossip_sgd(rumor.ring(6)), rumor.local_sgd(6, 7)], trials=3, steps=100)[1]
+    assert torch.allclose(alone.node_error, among.node_error, rtol=1e-12)
+    assert alone.node_error.shape == (10, 3)  # steps 0, 11, ..., 99
+
+
+def test_one_average_of_gossip_leaves_the_error_of_the_mean(small: problem.Problem):
+    result = run.run(small, [rumor.gossip_sgd(rumor.ring(6))], trials=2, steps=12)[0]
+    walk = run.Walk(small, [rumor.gossip_sgd(rumor.ring(6))], 2)
+    draw = torch.Generator().manual_seed(0)
+    walk.walk(0, torch.randint(300, (12, 2, 6), generator=draw, dtype=torch.int16)[:11], torch.full((11,), 0.2, dtype=torch.float64))
+    engine, buckets = rumor.Stacked(6), run.Leaves([walk.X[0]])
+    walk.methods[0].algorithm.finish(buckets, run.NO_BUFFERS, walk.methods[0].parts[0][1], engine)
+    left = (walk.X[0] - small.minimizer).square().sum(-1).mean(-1)
+    assert torch.allclose(left, result.mean_error[1])
+
+
+# --- transient stages
+
+
+def test_a_transient_stage_ends_where_95_percent_stay_below():
+    parallel = np.ones(910)
+    curve = np.where(np.arange(910) < 500, 3.0, 1.1)  # 20 records after 500, the moving mean is 1.1; it is below 2 after 11
+    k = transient.transient_stage(curve, parallel, 1)
+    # smoothed ratios above 2 end at record 509, 400 are left: 5 % of those may be above, so the stage is reached up to 21 records before
+    assert k == (510 - 21) * 11
+    assert transient.transient_stage(curve, parallel, 0.05) is None
+    assert transient.transient_stage(parallel, parallel, 0.25) == 0
+
+
+def test_a_crossing_at_the_very_end_does_not_count():
+    parallel = np.ones(910)
+    assert transient.transient_stage(np.where(np.arange(910) < 880, 3.0, 1.0), parallel, 1) is None
+    assert transient.transient_stage(np.where(np.arange(910) < 800, 3.0, 1.0), parallel, 1) is not None
+
+
+def test_the_ratio_is_that_of_the_last_220_steps():
+    curve = np.ones(910)
+    curve[9_500 // 11 - 9 : 9_500 // 11 + 1] = 3.0  # half of the window
+    assert transient.ratio_at(9_500, curve, np.ones(910)) == pytest.approx(2.0)
+
+
+# --- figures, files, command line
+
+
+def test_every_figure_has_the_papers_curves():
+    of = {
+        name: {(c.method, c.topology, c.H, c.setting.n, c.setting.iid) for p in panels for c in p.curves}
+        for name, panels in figures.FIGURES.items()
+    }
+    ring = {(m, t, H) for m, t, H in (("parallel_sgd", None, None), ("gossip_sgd", "ring", None), ("gossip_pga", "ring", 16))}
+    for name, iid in (("1", False), ("4", True)):
+        assert of[name] == {(*curve, n, iid) for curve in ring for n in (20, 50, 100)}
+    assert {(t, n) for m, t, H, n, iid in of["5"] if m == "gossip_sgd"} == {
+        (t, n) for t in ("exponential", "grid", "ring") for n in (20, 100)
+    }
+    assert {(m, H) for m, t, H, n, iid in of["6"]} == {("parallel_sgd", None), ("local_sgd", 16), ("gossip_pga", 16)}
+    assert {(m, H) for m, t, H, n, iid in of["7"] if m != "parallel_sgd"} == {
+        (m, H) for m in ("local_sgd", "gossip_pga") for H in (16, 32, 64)
+    }
+    for panels in figures.FIGURES.values():
+        for curve in figures.curves_of(panels):
+            assert curve.algorithm.topology.n == curve.setting.n
+
+
+def test_one_panel_agrees_with_the_reference(panel: Path):
+    rows = read(panel / "figure-1.csv")
+    assert list(rows[0]) == COLUMNS
+    found = {row["method"]: row for row in rows}
+    assert set(found) == {"parallel_sgd", "gossip_sgd", "gossip_pga"}
+    assert {row["n"] for row in rows} == {"20"}
+    assert {row["iid"] for row in rows} == {"False"}
+    # within one stage of the learning rate's staircase of the reference, and in its order
+    assert abs(int(found["gossip_sgd"]["T_tr_1"]) - 6996) <= 1000
+    assert abs(int(found["gossip_pga"]["T_tr_1"]) - 4983) <= 1000
+    assert int(found["gossip_pga"]["T_tr_1"]) < int(found["gossip_sgd"]["T_tr_1"])
+    assert float(found["gossip_sgd"]["ratio_9500"]) == pytest.approx(1.16, abs=0.08)
+    assert float(found["gossip_pga"]["ratio_9500"]) == pytest.approx(1.03, abs=0.04)
+    assert (panel / "figure-1.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_is_not_run_again(panel: Path):
+    before = {path: path.stat().st_mtime_ns for path in (panel / "runs").iterdir()}
+    table = (panel / "figure-1.csv").read_text()
+    assert study("--figure", "1", "--n", "20", "--trials", "8", "--out", str(panel), "--no-pictures").returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in (panel / "runs").iterdir()} == before
+    assert (panel / "figure-1.csv").read_text() == table
+    next(iter(before)).unlink()  # as if it had been stopped before this one
+    assert study("--figure", "1", "--n", "20", "--trials", "8", "--out", str(panel), "--no-pictures").returncode == 0
+    assert (panel / "figure-1.csv").read_text() == table
+    assert sum(path.stat().st_mtime_ns != before[path] for path in (panel / "runs").iterdir()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--trials", "1"], "at least 2"),
+        (["--figure", "a9a"], "needs --data"),
+        (["--figure", "2"], "invalid choice"),
+        (["--n", "7", "--figure", "1"], "no panel for n"),
+        (["--device", "cuda"], "no GPU"),
+    ],
+)
+def test_wrong_input_ends_with_one_line(arguments: list[str], says: str, tmp_path: Path):
+    if arguments[-1] == "cuda" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    done = study(*arguments, "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert says in done.stderr.strip().splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def test_the_pages_tables_are_those_of_the_data_files():
+    text = (ROOT / "docs" / "convex.md").read_text()
+    assert text.count("<!-- table") >= 8
+    assert page.filled_in(text, ROOT / "docs" / "convex") == text
+
+
+def test_medians_count_what_is_not_reached_as_late():
+    assert tables.median([5000, "", 7000]) == 7000
+    assert tables.median([5000, "", ""]) == ""
+    assert tables.median([1.5, 1.25, 9.0]) == 1.5
