@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedParameter
 from rumor.algorithm import Algorithm, check_algorithm
 from rumor.flat import Flat, Places
 from rumor.metrics import Metrics
-from rumor.process_group import Group, ProcessGroup, unwrap
+from rumor.process_group import Group, ProcessGroup, check_model
 from rumor.run import Run
 
 
@@ -37,22 +37,22 @@ class Averager:
 
     def __init__(self, model: nn.Module, algorithm: Algorithm, *, group: Group | None = None, local_group: Group | None = None):
         self.engine = ProcessGroup(group)
-        module, problem, setup = model, None, {}
+        problem, setup = None, {}
         try:
-            module = unwrap(model, group, local_group)
+            check_model(model, group, local_group)
             check_algorithm(algorithm)
             _check_size(algorithm, self.engine.n)
-            _, self._frozen = trained_and_frozen(module)
-            setup = {"algorithm": repr(algorithm), "model": _described(module)}
+            _, self._frozen = trained_and_frozen(model)
+            setup = {"algorithm": repr(algorithm), "model": _described(model)}
         except (TypeError, ValueError) as error:
             problem = error  # told to the others, who would wait for this rank in vain
         self.engine.agree(setup, problem)
-        self._trained = Places(module, "_parameters", lambda p: p.requires_grad)
-        self._buffers = Places(module, "_buffers", is_averaged)
+        self._trained = Places(model, "_parameters", lambda p: p.requires_grad)
+        self._buffers = Places(model, "_buffers", is_averaged)
         self._local_group = local_group
         self._showing_mean = False
         with torch.no_grad():
-            tensors = [*module.parameters(), *module.buffers()]
+            tensors = [*model.parameters(), *model.buffers()]
             if local_group is not None:
                 self.engine.broadcast(tensors, local_group)
             self.engine.broadcast(tensors)

@@ -48,8 +48,9 @@ def estimate(
         L       = max_i |largest eigenvalue of the Hessian of f_i|         (Lanczos, from Hessian-vector products)
 
     All hold at this x only. The theorems want bounds for all x, and a convex problem's b^2 at x*: estimate at the start and near the
-    end, and take the larger. L is a lower bound, the closer the more batches. The model runs in the mode it is in; in training mode
-    dropout counts as noise.
+    end, and take the larger. The Hessian of few samples has a larger top eigenvalue than that of f_i, so L comes out too large (twice,
+    say) unless a node's batches hold many more samples than its Hessian has large eigenvalues. The model runs in the mode it is in; in
+    training mode dropout counts as noise.
 
     Args:
         model: any module; parameters that don't require gradients count as constants.
