@@ -6,6 +6,7 @@ python experiments/logistic/page.py --check    # only say whether it is up to da
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from logistic import tables
+from logistic.run import STEPS
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEY = ("method", "topology", "n", "H", "iid")
@@ -41,6 +43,7 @@ def stage_table(figure: str, folder: Path) -> str:
         cells = {
             "method": _label(row),
             "n": row["n"],
+            "global rounds": f"{float(str(objective[r]['global_rounds'])):.1%}",
             "T_tr(1)": _stage(row["T_tr_1"]),
             "T_tr(0.25)": _stage(row["T_tr_025"]),
             "ratio at 9,500": f"{float(str(row['ratio_9500'])):.2f}",
@@ -75,9 +78,51 @@ def markdown(rows: list[tables.Row]) -> str:
     return "\n".join(["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0]), *lines])
 
 
-def filled_in(text: str, folder: Path) -> str:
+def plain_table(name: str, folder: Path) -> str:
+    return markdown(tables.read(folder / f"{name}.csv"))
+
+
+def speed_table(results: Path) -> str:
+    """What `make bench` measured of figure 1, and what a GPU took for all five."""
+    cpu = json.loads((results / "convex.json").read_text())
+    gpu = json.loads((results / "convex-gpu.json").read_text())
+    plain, bare = sum(cpu["plain_loops_s"].values()), sum(row["bare_us"] for row in cpu["per_step"]) * STEPS / 1e6
+    rows: list[tables.Row] = [
+        {"what": "figure 1, two cores", "seconds": _seconds(cpu["figure_1_s"])},
+        {"what": "the same steps, a bare torch loop on one core, half of it if two cores shared it", "seconds": f"{bare:.1f}"},
+        {"what": "the same steps, Python loops over trials and nodes on one core, scaled up", "seconds": f"{plain:,.0f}"},
+        {"what": "all five figures, two cores", "seconds": _seconds([cpu["all_five_s"]])},
+        {"what": f"all five figures, {gpu['machine']['gpu']}", "seconds": _seconds(gpu["all_five_s"])},
+        {"what": f"figure 1, {gpu['machine']['gpu']}", "seconds": _seconds(gpu["figure_1_s"])},
+    ]
+    steps: list[tables.Row] = [
+        {
+            "n": row["n"],
+            "Rumor, µs a step of all three methods": f"{row['rumor_us']:.0f}",
+            "bare loop, µs": f"{row['bare_us']:.0f}",
+            "must move, MB": f"{row['must_move_MB']:.2f}",
+            "that at copy speed, µs": f"{row['rumor_us'] * row['share_of_copy_bandwidth']:.0f}",
+            "share of copy bandwidth": f"{row['share_of_copy_bandwidth']:.0%}",
+        }
+        for row in cpu["per_step"]
+    ]
+    return markdown(rows) + "\n\n" + markdown(steps)
+
+
+def _seconds(values: list[float]) -> str:
+    return " / ".join(f"{value:.1f}" for value in values)
+
+
+def filled_in(text: str, docs: Path) -> str:
+    """The page with every table made anew. `<!-- table X -->`: a figure's stages, a CSV file as it is, or what the benchmark found."""
+
     def table(match: re.Match[str]) -> str:
-        return f"<!-- table {match[1]} -->\n{stage_table(match[1], folder)}\n<!-- end -->"
+        name, folder = match[1], docs / "convex"
+        if name == "speed":
+            made = speed_table(docs.parent / "benchmarks" / "results")
+        else:
+            made = stage_table(name, folder) if (folder / f"figure-{name}.csv").exists() else plain_table(name, folder)
+        return f"<!-- table {name} -->\n{made}\n<!-- end -->"
 
     return re.sub(r"<!-- table (\S+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
@@ -85,7 +130,7 @@ def filled_in(text: str, folder: Path) -> str:
 if __name__ == "__main__":
     page = DOCS / "convex.md"
     text = page.read_text()
-    new = filled_in(text, DOCS / "convex")
+    new = filled_in(text, DOCS)
     if sys.argv[1:] == ["--check"]:
         sys.exit(0 if new == text else f"{page.name} does not match its data files: python experiments/logistic/page.py mends it")
     tables.write(page, new)

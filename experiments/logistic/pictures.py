@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from logistic import tables
-from logistic.figures import CLAIMS, Curve, Panel
+from logistic.figures import CLAIMS, H_PAPER, Curve, Panel
 
 # Okabe and Ito's colours, which the colour-blind tell apart; the dashes tell them apart in grey print
 LOOKS = {
@@ -17,6 +17,7 @@ LOOKS = {
     "local_sgd": ("#E69F00", (0, (1, 1))),
     "gossip_sgd": ("#D55E00", (0, (5, 2))),
     "gossip_pga": ("#0072B2", "-"),
+    "gossip_pga, short": ("#56B4E9", (0, (4, 1))),
     "gossip_aga": ("#009E73", (0, (7, 2, 1, 2))),
     "gossip_sgd_final_average": ("#CC79A7", (0, (3, 1, 1, 1, 1, 1))),
 }
@@ -66,7 +67,8 @@ def _panel(axis: Any, panel: Panel, metric: str, values: list[tables.Row], stage
 def _curve(axis: Any, curve: Curve, metric: str, values: list[tables.Row], stages: tables.Row) -> float:
     """Draws one curve and its transient stage; returns its lowest mean."""
     k, mean, deviation = (np.array([float(str(row[name])) for row in values]) for name in ("k", f"{metric}_mean", f"{metric}_std"))
-    colour, dashes = LOOKS[str(curve.row["method"])]
+    short = curve.method == "gossip_pga" and (curve.H or 0) < H_PAPER
+    colour, dashes = LOOKS["gossip_pga, short" if short else str(curve.row["method"])]
     stage = str(stages["T_tr_1"])
     is_baseline = curve.method == "parallel_sgd"
     reached = "" if is_baseline else f": $T_{{tr}}$ = {int(stage):,}" if stage else ": not reached"

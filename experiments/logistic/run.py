@@ -154,5 +154,12 @@ def _result(problem: Problem, errors: Tensor, means: Tensor, method: _Method, st
         errors.cpu(),
         (means - problem.minimizer).square().sum(-1).cpu(),
         problem.gap(means[::GAP_EVERY]).cpu(),
-        method.global_rounds / (steps * len(method.parts)),
+        _global_rounds(method, steps),
     )
+
+
+def _global_rounds(method: _Method, steps: int) -> float:
+    schedule = method.algorithm.schedule  # type: ignore[attr-defined]
+    if isinstance(schedule, rumor.Adaptive):
+        return method.global_rounds / (steps * len(method.parts))
+    return 1 / schedule.H if isinstance(schedule, rumor.Periodic) else 0.0  # a replayed graph counts nothing

@@ -48,11 +48,14 @@ def of(curve: Curve, rows: Sequence[Row]) -> list[Row]:
 
 
 def stages(store: Store, panels: list[Panel], objective: bool = False) -> list[Row]:
-    """One row a curve: where it meets Parallel SGD, and how far from it it ends."""
+    """One row a curve: where it meets Parallel SGD, and how far from it it ends; of the objective also the share of global rounds."""
     rows = []
     for curve in curves_of(panels):
         ours, theirs = store.load(curve), store.load(parallel(curve.setting))
-        rows.append(curve.row | (ours.objective_versus(theirs) if objective else ours.versus(theirs)))
+        if objective:
+            rows.append(curve.row | ours.objective_versus(theirs) | {"global_rounds": round(ours.global_rounds, 4)})
+        else:
+            rows.append(curve.row | ours.versus(theirs))
     return rows
 
 
