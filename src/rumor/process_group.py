@@ -6,11 +6,13 @@ says what a message is and how a model that is not finite is kept from spreading
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -334,3 +336,14 @@ def unwrap(model: torch.nn.Module, group: Group | None, local_group: Group | Non
             "group that it is over"
         )
     return model
+
+
+@contextmanager
+def joined(backend: str, timeout: float) -> Iterator[ProcessGroup]:
+    """The group of the processes that torchrun has started; none waits for another longer than `timeout` seconds. All leave together."""
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+    try:
+        yield ProcessGroup()
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()

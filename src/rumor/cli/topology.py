@@ -1,0 +1,4 @@
+import argparse
+from typing import Any
+def add_to(commands: Any) -> None:
+    pass

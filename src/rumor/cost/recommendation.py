@@ -1,0 +1,160 @@
+"""Which method, topology and period to take, and why.
+
+1. Parallel SGD, where its step is at most 10 % slower than the best of Gossip-PGA: it is exact, and there is nothing to gain.
+2. Otherwise Gossip-PGA, over the topology whose gossip step is the quickest; of those within 2 %, the one with the shortest transient stage.
+3. H is the smallest period at which global rounds add at most 10 % to a gossip step. A longer one would hardly be faster, and its
+   transient stage is longer.
+
+Gossip SGD is Gossip-PGA without the global rounds: at most 10 % faster, with a longer transient stage. Local SGD sends least, and is the
+slowest to catch up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rumor.cost.network import TOPOLOGIES, Network, Workload, degree, kind
+from rumor.cost.prediction import GLOBAL_SHARE, Prediction, predict
+from rumor.schedule import check_whole
+from rumor.topology import Topology
+
+WORTH_IT = 0.10  # how much slower Parallel SGD may be and still be the better choice
+TIE = 0.02  # topologies whose gossip steps are this close count as equally fast
+LONGEST = 64  # a period beyond this (Gossip-AGA's own limit) is not recommended
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What to do.
+
+    Attributes:
+        method, topology, H: the choice; topology is None for Parallel SGD.
+        seconds: of its step, without overlap.
+        call: the algorithm to hand to `rumor.Averager`, as Python.
+        reason: why, in plain words.
+        notes: what else to know.
+    """
+
+    method: str
+    topology: str | None
+    H: int
+    seconds: float
+    call: str
+    reason: str
+    notes: tuple[str, ...] = ()
+
+
+def recommend(n: int, workload: Workload, network: Network, *, max_period: int | None = None, iid: bool = False) -> Recommendation:
+    """The method, topology and H to take for `workload` on `n` nodes of `network`.
+
+    Args:
+        max_period: a bound on H, say from `rumor.theory` for the transient stage that the run can afford.
+        iid: whether all nodes draw from the same data; decides which transient stage counts.
+
+    >>> from rumor.cost import Measured
+    >>> seen = Measured(0.278, {"one-peer-exponential": 0.150})  # the paper's ResNet-50
+    >>> recommend(32, Workload(25_500_000, 0.146), seen).call
+    'rumor.gossip_pga(rumor.one_peer_exponential(32), H=5)'
+    """
+    if max_period is not None:
+        check_whole("max_period", max_period, 1)
+    longest = min(LONGEST, max_period or LONGEST)
+    rows = predict(n, workload, network, H_init=1, H_max=longest)
+    parallel, gossip = rows[0], _gossip_seconds(rows)
+    best = _best([row for row in rows if row.method == "Gossip-PGA"], gossip, iid)
+    if n == 1:
+        return _parallel(n, parallel, "with one node there is no one to average with")
+    if parallel.seconds <= (1 + WORTH_IT) * best.seconds:
+        return _parallel(n, parallel, _nothing_to_gain(parallel, best, gossip[best.topology]), _notes_on_overlap(workload, parallel, best))
+    return _gossip_pga(n, workload, network, best, rows, longest, iid)
+
+
+def _gossip_seconds(rows: list[Prediction]) -> dict[str | None, float]:
+    return {row.topology: row.seconds for row in rows if row.method == "Gossip SGD"}
+
+
+def _stage(row: Prediction, iid: bool) -> float:
+    stage = row.transient_stage_iid if iid else row.transient_stage
+    assert stage is not None  # only OSGP has none
+    return stage
+
+
+def _best(candidates: list[Prediction], gossip: dict[str | None, float], iid: bool) -> Prediction:
+    quickest = min(gossip.values())
+    ties = [row for row in candidates if gossip[row.topology] <= (1 + TIE) * quickest]
+    return min(ties, key=lambda row: _stage(row, iid))
+
+
+def _parallel(n: int, row: Prediction, reason: str, notes: tuple[str, ...] = ()) -> Recommendation:
+    return Recommendation("Parallel SGD", None, 1, row.seconds, f"rumor.parallel_sgd({n})", reason, notes)
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 1 else f"{share:.0%}"
+
+
+def _nothing_to_gain(parallel: Prediction, best: Prediction, gossip: float) -> str:
+    # Gossip-PGA with H = 1 is Parallel SGD itself: then even a gossip step alone is within the 10 %
+    other, seconds = (f"Gossip-PGA's ({best.topology}, H = {best.H}", best.seconds) if best.H != 1 else (f"a gossip step ({best.topology}", gossip)
+    slower = parallel.seconds / seconds - 1 if seconds > 0 else 0.0
+    how = f"only {slower:.1%} slower than" if slower > 0.0005 else "no slower than"
+    return (
+        f"its step of {_ms(parallel.seconds)} is {how} {other}: {_ms(seconds)}), and it is exact. The network is fast beside the computation; "
+        "DistributedDataParallel, which hides part of the all-reduce besides, is its usual form"
+    )
+
+
+def _gossip_pga(
+    n: int, workload: Workload, network: Network, best: Prediction, rows: list[Prediction], longest: int, iid: bool
+) -> Recommendation:
+    assert best.topology is not None and best.H is not None
+    topology = TOPOLOGIES[best.topology](n)
+    parallel, local = rows[0], next(row for row in predict(n, workload, network, H=best.H, topologies=[]) if row.method == "Local SGD")
+    gossip, mean = _gossip_seconds(rows)[best.topology], parallel.seconds
+    added = (mean - gossip) / best.H / gossip
+    shorter = f" (H = {best.H - 1}: {_percent(added * best.H / (best.H - 1))})" if 1 < best.H and added <= GLOBAL_SHARE else ""
+    reason = (
+        f"its step takes {_ms(best.seconds)}, Parallel SGD's {_ms(parallel.seconds)}: {1 - best.seconds / parallel.seconds:.0%} less. "
+        f"{_why_topology(topology, gossip)} With H = {best.H} global rounds add {_percent(added)} to it"
+        f"{shorter}. Local SGD with that H would take {_ms(local.seconds)}, with a transient stage of the order of {_stage(local, iid):.1e} steps against {_stage(best, iid):.1e}"
+    )
+    notes = (*_notes_on_period(topology, best.H, longest, added, gossip - workload.compute, mean - workload.compute),)
+    notes += _notes_on_overlap(workload, parallel, best) + ((f"{best.topology}: {best.note}",) if best.note else ())
+    return Recommendation("Gossip-PGA", best.topology, best.H, best.seconds, _call(topology, best.H), reason, notes)
+
+
+def _call(topology: Topology, H: int) -> str:
+    return f"rumor.gossip_pga(rumor.{kind(topology).replace('-', '_')}({topology.n}), H={H})"
+
+
+def _why_topology(topology: Topology, gossip: float) -> str:
+    messages = degree(topology)
+    return f"{kind(topology)} ({messages:g} message{'s' * (messages != 1)} a step) has the quickest gossip step, {_ms(gossip)}."
+
+
+def _notes_on_period(topology: Topology, H: int, longest: int, added: float, gossip: float, mean: float) -> tuple[str, ...]:
+    if added <= GLOBAL_SHARE + 1e-9:
+        return ()
+    wanted = f"global rounds still add {_percent(added)} at H = {H}, the longest allowed (max_period)" if longest < LONGEST else ""
+    wanted = wanted or f"an all-reduce of {_ms(mean)} is so dear that global rounds still add {_percent(added)} at H = {H}, the longest recommended"
+    rounds = max(1, (topology.n - 1).bit_length())
+    by_gossip = rounds * gossip < mean and kind(topology) == "one-peer-exponential"
+    exact = "exact" if topology.n & (topology.n - 1) == 0 else "nearly exact"
+    instead = f"average_rounds={rounds} makes a global round of {rounds} gossip steps, {_ms(rounds * gossip)} and {exact}"
+    return (f"{wanted}; {f'{instead}; or ' if by_gossip else ''}gossip_aga lets the period grow as the loss falls",)
+
+
+def _notes_on_overlap(workload: Workload, parallel: Prediction, best: Prediction) -> tuple[str, ...]:
+    notes = []
+    if parallel.seconds > (1 + WORTH_IT) * best.seconds >= parallel.seconds_overlapped:
+        notes.append(
+            f"all times are without overlap: if DDP can hide its whole all-reduce behind the backward pass, its step takes "
+            f"{_ms(parallel.seconds_overlapped)} (Gossip-PGA with delay=1: {_ms(best.seconds_overlapped)}): time DDP before you decide"
+        )
+    if workload.bytes_per_parameter < 4:
+        notes.append("half-precision parameters gossip as they are, but Rumor sums global rounds in float32: those send twice the bytes")
+    return tuple(notes)

@@ -1,0 +1,199 @@
+"""Measures a cluster with the real engine: seconds of computing, of a gossip step over each topology and of an all-reduce.
+
+Every process calls `measure` at the same time. A sample is the time of the slowest process, from a common start; what is kept of them is
+the median, and the fastest and slowest beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rumor.algorithm import GossipPGA, gossip_sgd, parallel_sgd
+from rumor.averager import Averager
+from rumor.cost import TOPOLOGIES, Link, Measured, Workload
+from rumor.process_group import ProcessGroup
+
+FORMAT = 1  # of the file
+WARM_UP = 3  # unmeasured rounds: the first ones open connections and touch fresh memory
+SMALL_STEPS = 20  # steps in a sample of the tiny model, which are too short to be timed one by one
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: the median of several samples, the fastest and the slowest of them."""
+
+    median: float
+    fastest: float
+    slowest: float
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What was measured, and where.
+
+    Attributes:
+        model: what was trained; `is_stand_in` where that was not the user's own.
+        compute: of one forward, backward and optimizer step, all processes at once.
+        gossip: of one step, by topology.
+        small_gossip, small_all_reduce: of a model of two parameters: the latency.
+    """
+
+    n: int
+    parameters: int
+    bytes_per_parameter: float
+    model: str
+    is_stand_in: bool
+    backend: str
+    device: str
+    torch: str
+    repeats: int
+    compute: Timing
+    all_reduce: Timing
+    gossip: Mapping[str, Timing]
+    small_gossip: Timing
+    small_all_reduce: Timing
+
+    def workload(self, steps: int) -> Workload:
+        return Workload(self.parameters, self.compute.median, self.bytes_per_parameter, steps)
+
+    def measured(self) -> Measured:
+        return Measured(self.all_reduce.median, {name: timing.median for name, timing in self.gossip.items()})
+
+    def link(self) -> Link:
+        """Latency alpha from the tiny model's gossip with one peer, bandwidth from what the real one takes longer."""
+        transfer = self.gossip["one-peer-exponential"].median - self.small_gossip.median
+        if transfer <= 0:
+            raise ValueError(
+                f"a gossip step of {self.parameters} parameters took no longer than one of two: there is no bandwidth to be had from that; "
+                "probe with a larger model (--parameters)"
+            )
+        return Link((self.parameters - 2) * self.bytes_per_parameter / transfer, self.small_gossip.median)
+
+    def as_dict(self) -> dict[str, Any]:
+        link = self.link()
+        return {"format": FORMAT, **asdict(self), "bandwidth": link.bandwidth, "latency": link.latency}
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Aside, then renamed: a reader never sees half a file."""
+        aside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
+        aside.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        aside.replace(path)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Probe:
+        try:
+            found = json.loads(Path(path).read_text())
+            if found.pop("format") != FORMAT:
+                raise ValueError
+            del found["bandwidth"], found["latency"]  # for readers; derived anew here
+            timings = {name: Timing(**found.pop(name)) for name in ("compute", "all_reduce", "small_gossip", "small_all_reduce")}
+            gossip = {name: Timing(**timing) for name, timing in found.pop("gossip").items()}
+            return cls(**found, **timings, gossip=gossip)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{os.fspath(path)} is not a file that this version's `rumor probe` wrote: run it again") from error
+
+
+def stand_in(parameters: int, batch: int, device: torch.device) -> tuple[nn.Module, Callable[[], object]]:
+    """An MLP of about so many parameters, and its training step on random data."""
+    width = max(1, round((parameters / 4) ** 0.5))
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU()))).to(device)
+    opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    x = torch.randn(batch, width, device=device)
+
+    def step() -> None:
+        opt.zero_grad()
+        model(x).square().mean().backward()
+        opt.step()
+
+    return model, step
+
+
+def measure(
+    engine: ProcessGroup,
+    model: nn.Module,
+    step: Callable[[], object],
+    name: str,
+    is_stand_in: bool,
+    repeats: int = 10,
+    show: Callable[[str, Timing], object] = lambda what, timing: None,
+) -> Probe:
+    """Times the training `step` of `model`, and the averaging of it over every topology. A collective, as are all steps of an Averager."""
+    clock = _Clock(engine, repeats)
+    of: dict[str, Timing] = {}
+
+    def timed(what: str, action: Callable[[], object], steps: int = 1) -> None:
+        of[what] = clock.time(action, steps)
+        show(what, of[what])
+
+    tiny = nn.Linear(1, 1).to(next(model.parameters()).device)
+    peers = TOPOLOGIES["one-peer-exponential"](engine.n)
+    timed("compute", step)
+    for topology in TOPOLOGIES:
+        algorithm = gossip_sgd(TOPOLOGIES[topology](engine.n))
+        timed(topology, _averaging(model, algorithm), algorithm.topology.period)  # whole cycles: its phases may differ
+    timed("all-reduce", _averaging(model, parallel_sgd(engine.n)))
+    timed("gossip of 2 parameters", _averaging(tiny, gossip_sgd(peers)), SMALL_STEPS * peers.period)
+    timed("all-reduce of 2 parameters", _averaging(tiny, parallel_sgd(engine.n)), SMALL_STEPS)
+    workload = Workload.of(model, of["compute"].median)
+    return Probe(
+        engine.n,
+        workload.parameters,
+        workload.bytes_per_parameter,
+        name,
+        is_stand_in,
+        engine.backend,
+        str(next(model.parameters()).device.type),
+        torch.__version__,
+        repeats,
+        compute=of["compute"],
+        all_reduce=of["all-reduce"],
+        gossip={topology: of[topology] for topology in TOPOLOGIES},
+        small_gossip=of["gossip of 2 parameters"],
+        small_all_reduce=of["all-reduce of 2 parameters"],
+    )
+
+
+def _averaging(model: nn.Module, algorithm: GossipPGA) -> Callable[[], object]:
+    return Averager(model, algorithm).step
+
+
+class _Clock:
+    """Times what all processes do at once."""
+
+    def __init__(self, engine: ProcessGroup, repeats: int):
+        self.engine, self.repeats, self._k = engine, repeats, 0
+
+    def time(self, action: Callable[[], object], steps: int) -> Timing:
+        """Seconds of one of `steps` calls in a row, the slowest process's, `repeats` times over."""
+        for _ in range(WARM_UP * min(steps, SMALL_STEPS)):
+            action()
+        samples = [self._sample(action, steps) for _ in range(self.repeats)]
+        slowest = [max(of_ranks) for of_ranks in zip(*self._gather(samples), strict=True)]
+        return Timing(statistics.median(slowest), min(slowest), max(slowest))
+
+    def _sample(self, action: Callable[[], object], steps: int) -> float:
+        self._gather([0.0])  # all start together
+        began = time.perf_counter()
+        for _ in range(steps):
+            action()
+        if self.engine.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - began) / steps
+
+    def _gather(self, mine: list[float]) -> list[list[float]]:
+        """Every rank's numbers: the mean over ranks of a table in which each has filled its own row, n-fold."""
+        everyone = torch.zeros(self.engine.n, len(mine), dtype=torch.float64, device=self.engine.device)
+        everyone[self.engine.rank] = self.engine.n * torch.tensor(mine, dtype=torch.float64)
+        self._k += 1
+        means: list[list[float]] = self.engine.mean(everyone.view(-1), self._k).wait().x.view(everyone.shape).tolist()
+        return means
