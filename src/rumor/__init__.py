@@ -1,5 +1,6 @@
 """Rumor: train one PyTorch model on many nodes with far less communication than all-reduce."""
 
+from rumor import theory
 from rumor.algorithm import GossipPGA, gossip_aga, gossip_pga, gossip_sgd, local_sgd, parallel_sgd
 from rumor.averager import Averager
 from rumor.engine import Stacked
@@ -56,5 +57,6 @@ __all__ = [
     "parallel_sgd",
     "ring",
     "slowmo",
+    "theory",
     "torus",
 ]

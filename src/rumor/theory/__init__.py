@@ -1,0 +1,63 @@
+"""The paper's formulas as plain functions, and estimators of the constants that they need.
+
+The symbols, and what they are called here:
+
+    n                     nodes
+    T                     iterations
+    H                     steps from one global average to the next; math.inf for Gossip SGD
+    W, beta               the mixing matrix, and ||W - 11'/n||_2
+    C_beta, D_beta        sum_{l<H} beta^l, and min{H, 1/(1 - beta)}; `C` and `D` of a `Mixing`
+    gamma                 the step size, `lr`
+    sigma^2 (`sigma2`)    variance of a node's stochastic gradient
+    b^2 (`b2`)            heterogeneity: 1/n sum_i ||grad f_i - grad f||^2, for convex problems at x*
+    L, mu                 smoothness and curvature
+    F_0                   f(x_bar^(0)) less the least value of f
+    alpha, theta, d       latency of a message, time to send one number, size of the model
+
+Wherever a function takes an `algorithm`, it takes what `rumor.gossip_pga(...)` and its like return, or a `Mixing`. What is said of
+orders (`rate`, `transient_stage`, `transient_time`) leaves constants out: compare such numbers with each other, never with a clock.
+"""
+
+from rumor.theory.consensus import consensus_distance, running_consensus_bound, unified_consensus_bound
+from rumor.theory.constants import C_beta, D_beta, Mixing, mixing, static_mixing, time_varying_mixing
+from rumor.theory.estimators import Estimate, estimate, smoothness
+from rumor.theory.rates import Guarantee, PeriodLimits, Rate, period_for_linear_speedup, period_limits, rate, theorem_1, theorem_2
+from rumor.theory.transient import (
+    Exponents,
+    TransientTime,
+    period_to_beat_local,
+    scaling_exponents,
+    transient_stage,
+    transient_time,
+    unstructured_transient_stage,
+)
+
+__all__ = [
+    "C_beta",
+    "D_beta",
+    "Estimate",
+    "Exponents",
+    "Guarantee",
+    "Mixing",
+    "PeriodLimits",
+    "Rate",
+    "TransientTime",
+    "consensus_distance",
+    "estimate",
+    "mixing",
+    "period_for_linear_speedup",
+    "period_limits",
+    "period_to_beat_local",
+    "rate",
+    "running_consensus_bound",
+    "scaling_exponents",
+    "smoothness",
+    "static_mixing",
+    "theorem_1",
+    "theorem_2",
+    "time_varying_mixing",
+    "transient_stage",
+    "transient_time",
+    "unified_consensus_bound",
+    "unstructured_transient_stage",
+]

@@ -1,0 +1,224 @@
+"""C_beta and D_beta, and the few numbers of an algorithm that the paper's formulas depend on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal
+
+import numpy as np
+
+from rumor.algorithm import Algorithm, GossipPGA
+from rumor.matrix import Circulant, dense
+from rumor.schedule import Adaptive, Never, Periodic
+from rumor.topology import Topology
+
+Regime = Literal["sparse", "dense"]
+
+DENSE_UP_TO = 256  # nodes; a product and its norm take milliseconds there
+SETTLED = 1e-8  # relative change at which a sum of contractions counts as found
+ROUNDING = 1e-13  # a product this close to the average is the average
+
+
+def C_beta(beta: float, H: float) -> float:
+    """C_beta = sum_{l=0}^{H-1} beta^l = (1 - beta^H) / (1 - beta) (Theorem 1).
+
+    H for beta = 1 (Local SGD), 1/(1 - beta) for H = infinity (Gossip SGD).
+
+    Args:
+        beta: ||W - 11'/n||_2, between 0 and 1.
+        H: the period, a whole number or math.inf.
+
+    >>> C_beta(0.5, 3), C_beta(1, 16), C_beta(0.75, math.inf)
+    (1.75, 16.0, 4.0)
+    """
+    _check(beta, H)
+    if beta in (0, 1):
+        return float(H) if beta == 1 else 1.0
+    return -math.expm1(H * math.log(beta)) / (1 - beta)  # 1 - beta^H, without cancellation near beta = 1
+
+
+def D_beta(beta: float, H: float) -> float:
+    """D_beta = min{H, 1/(1 - beta)} (Theorem 1).
+
+    >>> D_beta(0.5, 16), D_beta(1, 16), D_beta(0.75, math.inf)
+    (2.0, 16.0, 4.0)
+    """
+    _check(beta, H)
+    return min(float(H), _gossip_alone(beta))
+
+
+def _gossip_alone(beta: float) -> float:
+    return 1 / (1 - beta) if beta < 1 else math.inf
+
+
+def _check(beta: float, H: float) -> None:
+    if not 0 <= beta <= 1:
+        raise ValueError(f"beta = ||W - 11'/n||_2 must be between 0 and 1, got beta={beta!r}")
+    check_period(H)
+
+
+def check_period(H: float) -> None:
+    if isinstance(H, bool) or not (H >= 1) or not (math.isinf(H) or float(H).is_integer()):
+        raise ValueError(f"the period H must be a whole number >= 1, or math.inf for Gossip SGD, got H={H!r}")
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """What the formulas need to know of an algorithm; built by `mixing(algorithm)` or `static_mixing(n, beta, H)`.
+
+    Attributes:
+        n: nodes.
+        beta: what one gossip step leaves of the disagreement, ||W - 11'/n||_2; of a cycle, at its worst phase.
+        H: the period; math.inf without global averages.
+        C: C_beta, what the H steps of a period leave, summed.
+        S: the same sum without end, 1/(1 - beta): what gossip alone would leave.
+    """
+
+    n: int
+    beta: float
+    H: float
+    C: float
+    S: float
+
+    @property
+    def D(self) -> float:
+        """D_beta = min{H, 1/(1 - beta)}."""
+        return min(self.H, self.S)
+
+    def D_of(self, regime: Regime | None) -> float:
+        """D_beta as one regime has it: H if "sparse" (Lemma 2), 1/(1 - beta) if "dense" (Lemma 3); where that is infinite, the other.
+
+        Both lemmas hold for every network, so each regime's form is a bound everywhere; the general form (None) is the better one.
+        """
+        if regime is None:
+            return self.D
+        if regime not in ("sparse", "dense"):
+            raise ValueError(f'regime must be "sparse" (1/(1 - beta) >= H), "dense" (1/(1 - beta) < H) or None for both, got {regime!r}')
+        asked, other = (self.H, self.S) if regime == "sparse" else (self.S, self.H)
+        return asked if asked < math.inf else other
+
+
+def static_mixing(n: int, beta: float, H: float) -> Mixing:
+    """The mixing of n nodes with one matrix W of norm beta = ||W - 11'/n||_2, and a global average every H steps.
+
+    With H = 1 every step is global and W is never used: Parallel SGD, beta = 0.
+
+    >>> static_mixing(20, 0.5, 3)
+    Mixing(n=20, beta=0.5, H=3, C=1.75, S=2.0)
+    """
+    check_nodes(n)
+    _check(beta, H)
+    beta = 0.0 if H == 1 else beta
+    return Mixing(n, beta, H, C_beta(beta, H), _gossip_alone(beta))
+
+
+def check_nodes(n: int) -> None:
+    if isinstance(n, bool) or not float(n).is_integer() or n < 1:
+        raise ValueError(f"n, the number of nodes, must be a whole number >= 1, got n={n!r}")
+
+
+def mixing(algorithm: Algorithm | Mixing) -> Mixing:
+    """The numbers of an algorithm. Parallel, Local and Gossip SGD are Gossip-PGA with W = 11'/n, W = I and H = infinity.
+
+    A cycle of matrices has no useful single beta. With c(l) = `topology.contraction(l)`, what l steps leave at the worst phase,
+
+        C = sum_{l<H} c(l),    D = min{H, sum_l c(l)},    and c(1) for the factor beta:
+
+    C_beta and D_beta again if c(l) = beta^l. (The proof of Lemma 2 wants ||sum_l W^l g_l||^2 <= beta^2 D sum_l beta^(l-1) ||g_l||^2, and
+    Cauchy-Schwarz gives it for any weights c(l) <= c(1) c(l-1).) Gossip-AGA counts with its longest period (Corollary 1).
+
+    >>> import rumor
+    >>> mixing(rumor.local_sgd(8, H=4))
+    Mixing(n=8, beta=1.0, H=4, C=4.0, S=inf)
+    >>> mixing(rumor.gossip_sgd(rumor.one_peer_exponential(8)))
+    Mixing(n=8, beta=1.0, H=inf, C=3.0, S=3.0)
+    """
+    if isinstance(algorithm, Mixing):
+        return algorithm
+    if not isinstance(algorithm, GossipPGA) or type(algorithm) is not GossipPGA:  # what derives from it, SlowMo say, mixes otherwise
+        raise ValueError(f"the paper has no theory of {algorithm!r}: only of Parallel, Local and Gossip SGD, Gossip-PGA and Gossip-AGA")
+    for name, value, default in (("delay", algorithm.delay, 0), ("average_rounds", algorithm.average_rounds, None)):
+        if value != default:
+            raise ValueError(f"the paper has no theory of {name}={value}: ask for the same method with {name}={default}")
+    return _mixing(algorithm.topology, _longest_period(algorithm.schedule))
+
+
+def time_varying_mixing(topology: Topology, periods: Sequence[int]) -> Mixing:
+    """Corollary 1: global averages after `periods` = H^(0), H^(1), ... steps count as if all periods were the longest, H_max.
+
+    The corollary's C_beta sums to H_max; the proof needs H_max - 1, as everywhere else.
+
+    >>> import rumor
+    >>> time_varying_mixing(rumor.ring(20), [4, 8, 16]) == mixing(rumor.gossip_pga(rumor.ring(20), 16))
+    True
+    """
+    if not len(periods):
+        raise ValueError("periods is empty: give at least one period, or use gossip_sgd(topology) for none")
+    for H in periods:
+        check_period(H)
+    return _mixing(topology, max(periods))
+
+
+def _longest_period(schedule: object) -> float:
+    if isinstance(schedule, Never):
+        return math.inf
+    if isinstance(schedule, Periodic):
+        return schedule.H
+    if isinstance(schedule, Adaptive):
+        return schedule.H_max
+    raise ValueError(f"the longest period of {schedule!r} is not known: use time_varying_mixing(topology, periods)")
+
+
+def _mixing(topology: Topology, H: float) -> Mixing:
+    if H == 1:
+        return static_mixing(topology.n, 0.0, 1)
+    # a static W that is not symmetric may have norm 1 and mix all the same; then only its powers tell
+    if topology.period == 1 and (topology.beta < 1 - ROUNDING or not topology.has_links):
+        return static_mixing(topology.n, topology.beta, H)
+    beta = min(topology.contraction(1), 1.0)  # a norm of 1 may be rounded up
+    return Mixing(topology.n, beta, H, _sum_of_contractions(topology, H), _sum_of_contractions(topology, math.inf))
+
+
+def _sum_of_contractions(topology: Topology, H: float) -> float:
+    """sum_{l<H} c(l). From where c shrinks by the same factor q over each period of the cycle, the rest is a geometric series."""
+    p, last_guess = topology.period, math.inf
+    terms: list[float] = []
+    for l, c in enumerate(_contractions(topology)):  # noqa: E741 (the paper's letter)
+        if l == H or c == 0:
+            break
+        terms.append(c)
+        if len(terms) % p or len(terms) < 2 * p:
+            continue
+        last, before = sum(terms[-p:]), sum(terms[-2 * p : -p])
+        q = last / before
+        if q < 1:
+            periods_left = (H - len(terms)) / p
+            guess: float = sum(terms) + last * q * (1 - q**periods_left) / (1 - q)
+            if abs(guess - last_guess) <= SETTLED * guess:
+                return guess
+            last_guess = guess
+    return math.fsum(terms)
+
+
+def _contractions(topology: Topology) -> Iterator[float]:
+    """contraction(0), contraction(1), ...: the products grow by one factor at a time, where `topology.contraction(l)` multiplies l."""
+    matrices = [topology.matrix(k) for k in range(topology.period)]
+    circulants = [W for W in matrices if isinstance(W, Circulant)]
+    if len(circulants) == len(matrices):
+        eigenvalues = np.stack([W.eigenvalues[1:] for W in circulants])  # [period, n - 1]
+        product = np.ones_like(eigenvalues)
+        for l in count():  # noqa: E741
+            yield float(np.abs(product).max(initial=0.0))
+            product = product * np.roll(eigenvalues, -l, axis=0)  # row k: W_(k+l) joins W_(k+l-1) ... W_k
+    elif topology.n <= DENSE_UP_TO:
+        Ws = np.stack([dense(W) for W in matrices])
+        powers = np.broadcast_to(np.eye(topology.n), Ws.shape)
+        for l in count():  # noqa: E741
+            norm = float(np.linalg.norm(powers - 1 / topology.n, 2, axis=(1, 2)).max())
+            yield norm if norm > ROUNDING else 0.0
+            powers = np.roll(Ws, -l, axis=0) @ powers
+    else:
+        yield from map(topology.contraction, count())
