@@ -96,9 +96,10 @@ class Probe:
             if found.pop("format") != FORMAT:
                 raise ValueError
             del found["bandwidth"], found["latency"]  # for readers; derived anew here
-            timings = {name: Timing(**found.pop(name)) for name in ("compute", "all_reduce", "small_gossip", "small_all_reduce")}
-            gossip = {name: Timing(**timing) for name, timing in found.pop("gossip").items()}
-            return cls(**found, **timings, gossip=gossip)
+            for name in ("compute", "all_reduce", "small_gossip", "small_all_reduce"):
+                found[name] = Timing(**found[name])
+            found["gossip"] = {name: Timing(**timing) for name, timing in found["gossip"].items()}
+            return cls(**found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{os.fspath(path)} is not a file that this version's `rumor probe` wrote: run it again") from error
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rumor.cli.table import paragraph, table
 from rumor.cost import Link, recommend
-from rumor.cost.paper import RESNET50, SCALING_NODES, TRAININGS, Row, Scaling, Training, reproduce, reproduce_scaling
+from rumor.cost.paper import RESNET50, H, SCALING_NODES, TRAININGS, Row, Scaling, Training, reproduce, reproduce_scaling
 
 ROCE = Link(bandwidth=4 * 100e9 / 8, latency=5e-6)  # 4 x 100 Gbit/s; a latency usual for RoCE, which the paper does not give
 
@@ -37,7 +37,8 @@ def _hours(training: Training, rows: list[Row]) -> list[str]:
     ]
     return [
         f"Table {training.table}: {training.title}, {w.steps:,} steps",
-        f"from Table 17: {w.compute * 1e3:g} ms of computing, {times.all_reduce_seconds * 1e3:g} all-reduce, {gossip * 1e3:g} gossip; H = 6\n",
+        f"from Table 17: {w.compute * 1e3:g} ms of computing, {times.all_reduce_seconds * 1e3:g} all-reduce, {gossip * 1e3:g} gossip; "
+        f"H = {H}\n",
         table(("hours", "model", "paper", "off by"), [cell[:4] for cell in cells]),
         "",
         *(paragraph(f"{row.method} can't be derived: {row.why}.", "  ") for row in rows if row.why),
@@ -65,7 +66,11 @@ def _scaling(found: Scaling) -> list[str]:
             f"2 (n - 1) {found.latency * 1e3:.2f} ms and, for gossip, {found.gossip * 1e3:.0f} ms:"
         ),
         "",
-        table(("hours", "", *(f"n = {n}" for n in SCALING_NODES)), [row for method in ("Parallel SGD", "Gossip SGD", "Gossip-PGA") for row in line(method)], left=2),
+        table(
+            ("hours", "", *(f"n = {n}" for n in SCALING_NODES)),
+            [row for method in ("Parallel SGD", "Gossip SGD", "Gossip-PGA") for row in line(method)],
+            left=2,
+        ),
     ]
 
 

@@ -47,9 +47,12 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--probe", metavar="FILE", help="what `rumor probe` measured; options given beside it take precedence")
     parser.add_argument("--paper", choices=tuple(TRAININGS), help="the paper's run times (Tables 7, 10 and 11) beside the model's")
-    parser.add_argument("--period", type=count, metavar="H", help="of Gossip-PGA and Local SGD (default: by the rule of the recommendation)")
+    parser.add_argument(
+        "--period", type=count, metavar="H", help="of Gossip-PGA and Local SGD (default: by the rule of the recommendation)"
+    )
     parser.add_argument("--max-period", type=count, metavar="H", help="the longest H to recommend, say for the transient stage's sake")
     parser.add_argument("--iid", action="store_true", help="all nodes draw from the same data: show that transient stage")
+    parser.add_argument("--out", metavar="FILE", help="draw the times of a step into FILE.png, .svg or .pdf as well (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -71,6 +74,11 @@ def run(options: argparse.Namespace) -> int:
     inputs = read_inputs(options)
     rows = predict(inputs.n, inputs.workload, inputs.network, H=options.period, H_max=max(64, options.period or 0))
     advice = recommend(inputs.n, inputs.workload, inputs.network, max_period=options.max_period, iid=options.iid)
+    if options.out:
+        from rumor.plots import draw_plan  # matplotlib is an extra
+
+        title = f"{inputs.n} nodes, {show_count(inputs.workload.parameters)} parameters; {inputs.source}"
+        draw_plan(rows, inputs.workload.compute, title, options.out)
     print(_json(inputs, rows, advice) if options.json else _page(inputs, rows, advice, options.iid))
     return 0
 
@@ -121,8 +129,8 @@ def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload:
         return probe.measured(), f"the times in {options.probe}"
     link = probe.link()
     return link, (
-        f"the link in {options.probe}, {_show_bandwidth(link)} and {show_seconds(link.latency)}, since its times are of {probe.n} nodes and "
-        f"{show_bytes(probe.parameters * probe.bytes_per_parameter)}"
+        f"the link in {options.probe}, {_show_bandwidth(link)} and {show_seconds(link.latency)}, since its times are of {probe.n} nodes "
+        f"and {show_bytes(probe.parameters * probe.bytes_per_parameter)}"
     )
 
 
@@ -169,7 +177,7 @@ LEGEND = "\n".join(
     [
         "step: without overlap; overlapped: at best, with delay=1 (DDP's buckets for Parallel SGD). sent: by the busiest node, a step.",
         "transient: steps before the method is as good as Parallel SGD, an order to compare rows by, not a number of steps.",
-        "Gossip-AGA moves between its two rows; OSGP is on its way from `step` to `overlapped`.",
+        "Gossip-AGA moves between its two rows; OSGP lies between its `step` and `overlapped`.",
     ]
 )
 

@@ -26,8 +26,8 @@ def add_to(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "probe",
         help="measure computing, gossip and all-reduce on your own cluster",
-        description="Measures computing, gossip over each topology and all-reduce with the real engine, and writes what `rumor plan --probe` "
-        f"reads. Start it with torchrun, on the cluster that you plan for: {TORCHRUN}",
+        description="Measures computing, gossip over each topology and all-reduce with the real engine, and writes what `rumor plan "
+        f"--probe` reads. Start it with torchrun, on the cluster that you plan for: {TORCHRUN}",
     )
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=f"your own model: {users_model.FORM}")
     parser.add_argument("--parameters", type=count, default=1_000_000, help="of the stand-in, an MLP, without --model (default 1M)")
@@ -98,7 +98,11 @@ def _measured(engine: ProcessGroup, options: argparse.Namespace, model: nn.Modul
 
 def _page(probe: Probe, path: str) -> str:
     link = probe.link()
-    named = {"compute": probe.compute, **{f"gossip, {name}": timing for name, timing in probe.gossip.items()}, "all-reduce": probe.all_reduce}
+    named = {
+        "compute": probe.compute,
+        **{f"gossip, {name}": timing for name, timing in probe.gossip.items()},
+        "all-reduce": probe.all_reduce,
+    }
     rows = [(what, *(show_seconds(t) for t in (timing.median, timing.fastest, timing.slowest))) for what, timing in named.items()]
     predicted = link.all_reduce(probe.n, probe.parameters * probe.bytes_per_parameter)
     lines = [
@@ -107,8 +111,8 @@ def _page(probe: Probe, path: str) -> str:
         table(("a step's", "median", "fastest", "slowest"), rows),
         f"\nbandwidth {show_bytes(link.bandwidth)}/s ({link.bandwidth * 8 / 1e9:.3g} Gbit/s), latency {show_seconds(link.latency)}",
         paragraph(
-            f"From these the time model makes {show_seconds(predicted)} of the all-reduce that took {show_seconds(probe.all_reduce.median)}; "
-            "the plan uses what was measured wherever it can."
+            f"From these the time model makes {show_seconds(predicted)} of the all-reduce that took "
+            f"{show_seconds(probe.all_reduce.median)}; the plan uses what was measured wherever it can."
         ),
         f"\nwritten to {path}; next: rumor plan --probe {path}",
     ]

@@ -29,7 +29,9 @@ def _parser(units: dict[str, float], what: str, forms: str) -> Callable[[str], f
 
 seconds = _parser(SECONDS, "a time", "146ms, 50us or 1.5s; a plain number is in seconds")
 bandwidth = _parser(
-    BYTES_PER_SECOND, "a bandwidth", "25Gbit/s (bits) or 3.1GB/s (bytes), in full since a lone b could be either; a plain number is in bytes/s"
+    BYTES_PER_SECOND,
+    "a bandwidth",
+    "25Gbit/s (bits) or 3.1GB/s (bytes), in full since a lone b could be either; a plain number is in bytes/s",
 )
 _count = _parser(COUNTS, "a number", "25.5M, 330M or 7B; a plain number is as it stands")
 

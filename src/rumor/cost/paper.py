@@ -78,7 +78,11 @@ BERT = Training(
 TRAININGS = {"resnet50": RESNET50, "bert": BERT}
 
 SCALING_NODES = (4, 8, 16, 32)
-SCALING_HOURS = {"Parallel SGD": (11.6, 6.3, 3.7, 2.2), "Gossip SGD": (11.1, 5.7, 2.8, 1.5), "Gossip-PGA": (11.2, 5.9, 3.0, 1.6)}  # Table 10
+SCALING_HOURS = {
+    "Parallel SGD": (11.6, 6.3, 3.7, 2.2),
+    "Gossip SGD": (11.1, 5.7, 2.8, 1.5),
+    "Gossip-PGA": (11.2, 5.9, 3.0, 1.6),
+}  # Table 10
 
 
 class Row(NamedTuple):

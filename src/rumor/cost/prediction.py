@@ -54,7 +54,9 @@ class Prediction:
 
 
 def period_for(compute: float, gossip: float, mean: float, share: float = GLOBAL_SHARE) -> int:
-    """The smallest H at which global rounds add at most `share` to a step of t_compute + t_gossip: ceil((t_mean - t_gossip) / (share step)).
+    """The smallest H at which global rounds add at most `share` to a step of gossip.
+
+        H = ceil( (t_mean - t_gossip) / (share (t_compute + t_gossip)) ),  at least 1
 
     >>> period_for(0.146, 0.150, 0.278), period_for(0.445, 0.5665, 1.4688)  # ResNet-50 and BERT-Large in the paper, which uses 6
     (5, 9)
@@ -79,7 +81,8 @@ def predict(
 
     Args:
         n: number of nodes.
-        H: the period of Gossip-PGA and Local SGD; None takes `period_for` of each topology (Local SGD: the first one's), at most H_max.
+        H: the period of Gossip-PGA and Local SGD; None takes `period_for` the topology whose gossip step is the quickest, but at least 2
+            (with 1 all rows would be Parallel SGD) and at most H_max.
         H_init, H_max: the ends of Gossip-AGA's range.
         topologies: those to look at, each for n nodes; None takes all of `TOPOLOGIES`.
 
@@ -97,12 +100,12 @@ def predict(
     for topology in given:
         if topology.n != n:
             raise ValueError(f"{topology} is for n={topology.n} nodes, but n={n} are planned for")
-    periods = [H or min(H_max, times.period(topology)) for topology in given]
-    local = H or (periods[0] if periods else H_init)
-    rows = [times.row("Parallel SGD", parallel_sgd(n), 1), times.row("Local SGD", local_sgd(n, local), local)]
-    for topology, period in zip(given, periods, strict=True):
+    if H is None:
+        H = min(H_max, max([2, *(times.period(topology) for topology in sorted(given, key=times.gossip)[:1])]))
+    rows = [times.row("Parallel SGD", parallel_sgd(n), 1), times.row("Local SGD", local_sgd(n, H), H)]
+    for topology in given:
         rows.append(times.row("Gossip SGD", gossip_sgd(topology), None))
-        rows.append(times.row("Gossip-PGA", gossip_pga(topology, period), period))
+        rows.append(times.row("Gossip-PGA", gossip_pga(topology, H), H))
         rows.extend(times.row("Gossip-AGA", gossip_pga(topology, end), end) for end in (H_init, H_max))
         rows.append(times.row("OSGP", gossip_sgd(topology), None))
     return rows
