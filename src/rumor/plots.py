@@ -91,13 +91,16 @@ def _draw_constants(axes: Any, over_H: Sequence[Constants]) -> None:
     *finite, gossip = over_H
     H = [row.H for row in finite]
     for values, without, name, color, mark in (
-        ([row.C for row in finite], gossip.C, "C_beta", GREEN, "o"),
-        ([row.D for row in finite], gossip.D, "D_beta", ORANGE, "s"),
+        ([row.C for row in finite], gossip.C, "C_beta", GREEN, "o-"),
+        ([row.D for row in finite], gossip.D, "D_beta", ORANGE, "s--"),  # dashed and hollow: the two may coincide
     ):
-        axes.plot(H, values, f"{mark}-", color=color, label=f"{name} ({without:.3g} at H = inf)", markersize=5)
-    axes.set(xscale="log", yscale="log", xlabel="H", title="C_beta and D_beta")
-    axes.set_xticks(H, [f"{period:g}" for period in H])
-    axes.minorticks_off()
+        hollow = "none" if "--" in mark else color
+        axes.plot(H, values, mark, color=color, markerfacecolor=hollow, markersize=6, label=f"{name} ({without:.3g} at H = inf)")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.set(xlabel="H", title="C_beta and D_beta")
     axes.grid(alpha=0.3)
     axes.legend()
 
@@ -105,9 +108,9 @@ def _draw_constants(axes: Any, over_H: Sequence[Constants]) -> None:
 def draw_plan(rows: Sequence[Prediction], compute: float, title: str, path: str) -> None:
     """Seconds of a step without overlap: computing, then communication."""
     pyplot = _pyplot(path)
-    shown = [row for row in rows if row.method != "OSGP"]
-    names = [f"{row.method}{f', H = {row.H}' if row.H else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
-    figure, axes = pyplot.subplots(figsize=(8.5, 0.8 + 0.27 * len(shown)), layout="constrained")
+    shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # whose times lie between those of the others
+    names = [f"{row.method}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
+    figure, axes = pyplot.subplots(figsize=(8.5, 1.4 + 0.27 * len(shown)), layout="constrained")
     axes.barh(names, [1e3 * compute] * len(shown), color=SKY, label="computing")
     axes.barh(
         names, [1e3 * (row.seconds - compute) for row in shown], left=1e3 * compute, color=VERMILION, label="communication, not overlapped"
@@ -115,6 +118,6 @@ def draw_plan(rows: Sequence[Prediction], compute: float, title: str, path: str)
     axes.invert_yaxis()
     axes.set(xlabel="ms a step", title=title)
     axes.grid(axis="x", alpha=0.3)
-    axes.legend(loc="lower right", framealpha=1.0)
+    figure.legend(loc="outside lower right", ncols=2, frameon=False)
     _save(figure, path)
     pyplot.close(figure)

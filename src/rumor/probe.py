@@ -25,7 +25,9 @@ from rumor.process_group import ProcessGroup
 
 FORMAT = 1  # of the file
 WARM_UP = 3  # unmeasured rounds: the first ones open connections and touch fresh memory
-SMALL_STEPS = 20  # steps in a sample of the tiny model, which are too short to be timed one by one
+LARGE = 1_000_000  # parameters, at least, of the message that gives the bandwidth
+SMALL_BYTES = 8  # of the tiny model: two parameters
+SMALL_STEPS = 10  # steps in a sample of the tiny model, which are too short to be timed one by one
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Probe:
         compute: of one forward, backward and optimizer step, all processes at once.
         gossip: of one step, by topology.
         small_gossip, small_all_reduce: of a model of two parameters: the latency.
+        large_gossip: with one peer, of a model of `large_bytes`, which is the model itself unless that is small.
     """
 
     n: int
@@ -62,6 +65,8 @@ class Probe:
     gossip: Mapping[str, Timing]
     small_gossip: Timing
     small_all_reduce: Timing
+    large_gossip: Timing
+    large_bytes: float
 
     def workload(self, steps: int) -> Workload:
         return Workload(self.parameters, self.compute.median, self.bytes_per_parameter, steps)
@@ -70,18 +75,22 @@ class Probe:
         return Measured(self.all_reduce.median, {name: timing.median for name, timing in self.gossip.items()})
 
     def link(self) -> Link:
-        """Latency alpha from the tiny model's gossip with one peer, bandwidth from what the real one takes longer."""
-        transfer = self.gossip["one-peer-exponential"].median - self.small_gossip.median
+        """Latency alpha from the tiny model's gossip with one peer, bandwidth from what a large one takes longer."""
+        transfer = self.large_gossip.median - self.small_gossip.median
         if transfer <= 0:
             raise ValueError(
-                f"a gossip step of {self.parameters} parameters took no longer than one of two: there is no bandwidth to be had from that; "
-                "probe with a larger model (--parameters)"
+                f"a message of {self.large_bytes:.0f} bytes took no longer than one of {SMALL_BYTES}, so there is no bandwidth to be had: "
+                "probe again with nothing else running, more --repeats or a larger model"
             )
-        return Link((self.parameters - 2) * self.bytes_per_parameter / transfer, self.small_gossip.median)
+        return Link((self.large_bytes - SMALL_BYTES) / transfer, self.small_gossip.median)
 
     def as_dict(self) -> dict[str, Any]:
-        link = self.link()
-        return {"format": FORMAT, **asdict(self), "bandwidth": link.bandwidth, "latency": link.latency}
+        """With bandwidth (bytes/s) and latency beside what was measured; None where that was too noisy to tell."""
+        try:
+            link: Link | None = self.link()
+        except ValueError:
+            link = None
+        return {"format": FORMAT, **asdict(self), "bandwidth": link and link.bandwidth, "latency": link and link.latency}
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Aside, then renamed: a reader never sees half a file."""
@@ -96,7 +105,7 @@ class Probe:
             if found.pop("format") != FORMAT:
                 raise ValueError
             del found["bandwidth"], found["latency"]  # for readers; derived anew here
-            for name in ("compute", "all_reduce", "small_gossip", "small_all_reduce"):
+            for name in ("compute", "all_reduce", "small_gossip", "small_all_reduce", "large_gossip"):
                 found[name] = Timing(**found[name])
             found["gossip"] = {name: Timing(**timing) for name, timing in found["gossip"].items()}
             return cls(**found)
@@ -136,7 +145,8 @@ def measure(
         of[what] = clock.time(action, steps)
         show(what, of[what])
 
-    tiny = nn.Linear(1, 1).to(next(model.parameters()).device)
+    device = next(model.parameters()).device
+    tiny = nn.Linear(1, 1).to(device)
     peers = TOPOLOGIES["one-peer-exponential"](engine.n)
     timed("compute", step)
     for topology in TOPOLOGIES:
@@ -146,6 +156,10 @@ def measure(
     timed("gossip of 2 parameters", _averaging(tiny, gossip_sgd(peers)), SMALL_STEPS * peers.period)
     timed("all-reduce of 2 parameters", _averaging(tiny, parallel_sgd(engine.n)), SMALL_STEPS)
     workload = Workload.of(model, of["compute"].median)
+    large = of["one-peer-exponential"], workload.bytes
+    if workload.parameters < LARGE:
+        timed("gossip of 1M parameters", _averaging(nn.Linear(1000, LARGE // 1000, bias=False).to(device), gossip_sgd(peers)), peers.period)
+        large = of["gossip of 1M parameters"], 4.0 * LARGE
     return Probe(
         engine.n,
         workload.parameters,
@@ -153,7 +167,7 @@ def measure(
         name,
         is_stand_in,
         engine.backend,
-        str(next(model.parameters()).device.type),
+        device.type,
         torch.__version__,
         repeats,
         compute=of["compute"],
@@ -161,6 +175,8 @@ def measure(
         gossip={topology: of[topology] for topology in TOPOLOGIES},
         small_gossip=of["gossip of 2 parameters"],
         small_all_reduce=of["all-reduce of 2 parameters"],
+        large_gossip=large[0],
+        large_bytes=large[1],
     )
 
 

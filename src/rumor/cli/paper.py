@@ -7,7 +7,7 @@ from typing import Any
 
 from rumor.cli.table import paragraph, table
 from rumor.cost import Link, recommend
-from rumor.cost.paper import RESNET50, H, SCALING_NODES, TRAININGS, Row, Scaling, Training, reproduce, reproduce_scaling
+from rumor.cost.paper import RESNET50, SCALING_NODES, TRAININGS, H, Row, Scaling, Training, reproduce, reproduce_scaling
 
 ROCE = Link(bandwidth=4 * 100e9 / 8, latency=5e-6)  # 4 x 100 Gbit/s; a latency usual for RoCE, which the paper does not give
 

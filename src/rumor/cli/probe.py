@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         except (ValueError, RuntimeError):
             if is_first:
                 raise
-            return 2  # all ranks have the same to say, and one line is enough
+            raise SystemExit(2) from None  # all ranks have the same to say, and one line is enough
         assert made is not None
         probe = _measured(engine, options, *made)
         if is_first:
@@ -97,23 +97,34 @@ def _measured(engine: ProcessGroup, options: argparse.Namespace, model: nn.Modul
 
 
 def _page(probe: Probe, path: str) -> str:
-    link = probe.link()
     named = {
         "compute": probe.compute,
         **{f"gossip, {name}": timing for name, timing in probe.gossip.items()},
         "all-reduce": probe.all_reduce,
     }
     rows = [(what, *(show_seconds(t) for t in (timing.median, timing.fastest, timing.slowest))) for what, timing in named.items()]
-    predicted = link.all_reduce(probe.n, probe.parameters * probe.bytes_per_parameter)
     lines = [
         f"{probe.n} processes, {probe.backend} on {probe.device}, torch {probe.torch}: {probe.model}"
         f"{' (a stand-in: --model times your own)' if probe.is_stand_in else ''}, {show_count(probe.parameters)} parameters\n",
         table(("a step's", "median", "fastest", "slowest"), rows),
-        f"\nbandwidth {show_bytes(link.bandwidth)}/s ({link.bandwidth * 8 / 1e9:.3g} Gbit/s), latency {show_seconds(link.latency)}",
-        paragraph(
-            f"From these the time model makes {show_seconds(predicted)} of the all-reduce that took "
-            f"{show_seconds(probe.all_reduce.median)}; the plan uses what was measured wherever it can."
-        ),
+        f"\n{_link(probe)}",
         f"\nwritten to {path}; next: rumor plan --probe {path}",
     ]
     return "\n".join(lines)
+
+
+def _link(probe: Probe) -> str:
+    try:
+        link = probe.link()
+    except ValueError as error:
+        return paragraph(str(error))
+    predicted = link.all_reduce(probe.n, probe.parameters * probe.bytes_per_parameter)
+    return "\n".join(
+        [
+            f"bandwidth {show_bytes(link.bandwidth)}/s ({link.bandwidth * 8 / 1e9:.3g} Gbit/s), latency {show_seconds(link.latency)}",
+            paragraph(
+                f"From these the time model makes {show_seconds(predicted)} of the all-reduce that took "
+                f"{show_seconds(probe.all_reduce.median)}; the plan uses what was measured wherever it can."
+            ),
+        ]
+    )

@@ -2,7 +2,7 @@
 
 1. Parallel SGD, where its step is at most 10 % slower than the best of Gossip-PGA: it is exact, and there is nothing to gain.
 2. Otherwise Gossip-PGA, over the topology whose gossip step is the quickest; of those within 2 %, the one with the shortest transient
-   stage.
+   stage; of stages within a factor of 2 (they are orders of magnitude), the one that sends least.
 3. H is the smallest period at which global rounds add at most 10 % to a gossip step. A longer one would hardly be faster, and its
    transient stage is longer.
 
@@ -21,6 +21,7 @@ from rumor.topology import Topology
 
 WORTH_IT = 0.10  # how much slower Parallel SGD may be and still be the better choice
 TIE = 0.02  # topologies whose gossip steps are this close count as equally fast
+SAME_ORDER = 2.0  # transient stages leave constants out: one has to be this many times another to count as longer
 LONGEST = 64  # a period beyond this (Gossip-AGA's own limit) is not recommended
 
 
@@ -66,18 +67,19 @@ def recommend(n: int, workload: Workload, network: Network, *, max_period: int |
         return _parallel(n, parallel, "with one node there is no one to average with")
     gossip = {row.topology: row.seconds for row in rows if row.method == "Gossip SGD" and row.topology}
     ties = [name for name, seconds in gossip.items() if seconds <= (1 + TIE) * min(gossip.values())]
-    best = min((_gossip_pga_on(TOPOLOGIES[name](n), workload, network, longest) for name in ties), key=lambda row: _stage(row, iid))
+    candidates = [_gossip_pga_on(TOPOLOGIES[name](n), workload, network, gossip[name], parallel.seconds, longest) for name in ties]
+    shortest = min(_stage(row, iid) for row in candidates)
+    best = min((row for row in candidates if _stage(row, iid) <= SAME_ORDER * shortest), key=lambda row: row.bytes)
     step = gossip[str(best.topology)]
     if parallel.seconds <= (1 + WORTH_IT) * best.seconds:
-        return _parallel(n, parallel, _nothing_to_gain(parallel, best, step), _notes_on_overlap(workload, parallel, best))
+        return _parallel(n, parallel, _nothing_to_gain(workload, parallel, best, step), _notes_on_overlap(workload, parallel, best))
     (local,) = (row for row in predict(n, workload, network, H=best.H, topologies=[]) if row.method == "Local SGD")
-    return _gossip_pga(TOPOLOGIES[str(best.topology)](n), workload, best, parallel, local, step, longest, iid)
+    return _gossip_pga(TOPOLOGIES[str(best.topology)](n), workload, best, parallel, local, step, min(gossip.values()), longest, iid)
 
 
-def _gossip_pga_on(topology: Topology, workload: Workload, network: Network, longest: int) -> Prediction:
-    """Gossip-PGA with the shortest period whose global rounds cost little."""
-    gossip, mean = network.gossip(topology, workload.bytes), network.all_reduce(topology.n, workload.bytes)
-    H = min(longest, period_for(workload.compute, gossip, mean))
+def _gossip_pga_on(topology: Topology, workload: Workload, network: Network, gossip: float, parallel: float, longest: int) -> Prediction:
+    """Gossip-PGA with the shortest period whose global rounds cost little; `gossip` and `parallel` are seconds of whole steps."""
+    H = min(longest, period_for(workload.compute, gossip - workload.compute, parallel - workload.compute))
     return next(row for row in predict(topology.n, workload, network, H=H, topologies=[topology]) if row.method == "Gossip-PGA")
 
 
@@ -99,16 +101,17 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share < 1 else f"{share:.0%}"
 
 
-def _nothing_to_gain(parallel: Prediction, best: Prediction, gossip: float) -> str:
-    # Gossip-PGA with H = 1 is Parallel SGD itself: then even a gossip step alone is within the 10 %
-    other, seconds = (
-        (f"Gossip-PGA's ({best.topology}, H = {best.H}", best.seconds) if best.H != 1 else (f"a gossip step ({best.topology}", gossip)
-    )
+def _nothing_to_gain(workload: Workload, parallel: Prediction, best: Prediction, gossip: float) -> str:
+    other, seconds = f"Gossip-PGA's ({best.topology}, H = {best.H}", best.seconds
+    if best.H == 1:  # which is Parallel SGD itself: even a gossip step alone is within the 10 %
+        other, seconds = f"a gossip step ({best.topology}", gossip
     slower = parallel.seconds / seconds - 1 if seconds > 0 else 0.0
     how = f"only {slower:.1%} slower than" if slower > 0.0005 else "no slower than"
+    is_fast = parallel.seconds <= 1.5 * workload.compute
+    why = "The network is fast beside the computation" if is_fast else "An all-reduce costs little more than gossip here"
     return (
-        f"its step of {_ms(parallel.seconds)} is {how} {other}: {_ms(seconds)}), and it is exact. The network is fast beside the "
-        "computation; DistributedDataParallel, which hides part of the all-reduce besides, is its usual form"
+        f"its step of {_ms(parallel.seconds)} is {how} {other}: {_ms(seconds)}), and it is exact. {why}; DistributedDataParallel, which "
+        "hides part of the all-reduce besides, is its usual form"
     )
 
 
@@ -119,6 +122,7 @@ def _gossip_pga(
     parallel: Prediction,
     local: Prediction,
     gossip: float,  # seconds of a step of gossip alone
+    quickest: float,  # of all topologies
     longest: int,
     iid: bool,
 ) -> Recommendation:
@@ -127,7 +131,7 @@ def _gossip_pga(
     shorter = f" (H = {H - 1}: {_percent(added * H / (H - 1))})" if H > 1 and added <= GLOBAL_SHARE else ""
     reason = (
         f"its step takes {_ms(best.seconds)}, Parallel SGD's {_ms(parallel.seconds)}: {1 - best.seconds / parallel.seconds:.0%} less. "
-        f"{_why_topology(topology, gossip)} With H = {H} global rounds add {_percent(added)} to it{shorter}. "
+        f"{_why_topology(topology, gossip, quickest)} With H = {H} global rounds add {_percent(added)} to it{shorter}. "
         f"{_why_not_local(local, _stage(local, iid), _stage(best, iid))}"
     )
     notes = _notes_on_period(topology, H, longest, added, gossip - workload.compute, parallel.seconds - workload.compute)
@@ -137,7 +141,7 @@ def _gossip_pga(
 
 def _why_not_local(local: Prediction, theirs: float, ours: float) -> str:
     start = f"Local SGD with that H would take {_ms(local.seconds)}"
-    if theirs > 1.01 * ours:
+    if theirs > SAME_ORDER * ours:
         return f"{start}, but its transient stage is of the order of {theirs:.1e} steps, not {ours:.1e}"
     # c(l) = 1 for l < log2(n) at the worst phase of a one-peer cycle: within so short a period the bound sees no gossip
     return (
@@ -150,9 +154,12 @@ def _call(topology: Topology, H: int) -> str:
     return f"rumor.gossip_pga(rumor.{kind(topology).replace('-', '_')}({topology.n}), H={H})"
 
 
-def _why_topology(topology: Topology, gossip: float) -> str:
+def _why_topology(topology: Topology, gossip: float, quickest: float) -> str:
     messages = degree(topology)
-    return f"{kind(topology)} ({messages:g} message{'s' * (messages != 1)} a step) has the quickest gossip step, {_ms(gossip)}."
+    said = f"{kind(topology)} ({messages:g} message{'s' * (messages != 1)} a step)"
+    if gossip <= quickest:
+        return f"{said} has the quickest gossip step, {_ms(gossip)}."
+    return f"{said} has a gossip step of {_ms(gossip)}, next to the quickest, and a far shorter transient stage."
 
 
 def _notes_on_period(topology: Topology, H: int, longest: int, added: float, gossip: float, mean: float) -> tuple[str, ...]:
@@ -165,7 +172,8 @@ def _notes_on_period(topology: Topology, H: int, longest: int, added: float, gos
     )
     rounds = max(1, (topology.n - 1).bit_length())
     by_gossip = rounds * gossip < mean and kind(topology) == "one-peer-exponential"
-    exact = "exact" if topology.n & (topology.n - 1) == 0 else "nearly exact"
+    left = topology.contraction(rounds) if by_gossip else 1.0
+    exact = f"leaving {left:.0%} of the disagreement" if left else "just as exact"
     instead = f"average_rounds={rounds} makes a global round of {rounds} gossip steps, {_ms(rounds * gossip)} and {exact}"
     return (f"{wanted}; {f'{instead}; or ' if by_gossip else ''}gossip_aga lets the period grow as the loss falls",)
 
