@@ -80,6 +80,7 @@ def test_units(parse: Callable[[str], float], text: str, value: float) -> None:
         (f"plan -n 32 {TIMES} --gossip hypercube=1ms", "no topology 'hypercube'"),
         (f"plan -n 32 {TIMES} --period 0", "H must be a whole number >= 1"),
         (f"plan -n 32 {TIMES} --out picture.txt", "a picture is a .png, .svg, .pdf file"),
+        (f"plan -n 32 {LINK} --ddp 1s", "--ddp is a measured time"),
         ("plan --paper gpt", "invalid choice: 'gpt'"),
         ("plan --probe nowhere.json", "nowhere.json"),
         ("plan --probe pyproject.toml", "not a file that this version's `rumor probe` wrote"),

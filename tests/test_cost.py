@@ -155,6 +155,17 @@ def test_the_paper_s_own_times_are_for_gossip_pga_over_one_peer() -> None:
         assert algorithm == rumor.gossip_pga(rumor.one_peer_exponential(training.n), H=H)
 
 
+def test_parallel_sgd_costs_what_ddp_was_measured_to_cost() -> None:
+    """DDP hides part of its all-reduce; global rounds of Gossip-PGA, which come after the optimizer, don't."""
+    work, times = Workload(1_000_000, compute=0.1), (0.08, {"one-peer-exponential": 0.04})
+    without, hidden = (recommend(8, work, Measured(*times, ddp_seconds=ddp)) for ddp in (None, 0.03))
+    assert (without.method, hidden.method) == ("Gossip-PGA", "Parallel SGD")
+    assert hidden.seconds == pytest.approx(0.13)
+    rows = predict(8, work, Measured(*times, ddp_seconds=0.03), H=4)
+    assert find(rows, "Gossip-PGA", "one-peer-exponential").seconds == pytest.approx(0.1 + 0.75 * 0.04 + 0.25 * 0.08)
+    assert any("delay=1" in note for note in hidden.notes)
+
+
 def test_of_equally_quick_topologies_the_one_that_mixes_faster_is_taken() -> None:
     alike = Measured(2.0, dict.fromkeys(TOPOLOGIES, 0.1))
     advice = recommend(100, Workload(1000, compute=0.1), alike)

@@ -48,7 +48,7 @@ def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys:
     assert (found["n"], found["backend"], found["device"], found["bytes_per_parameter"]) == (4, "gloo", "cpu", 4)
     assert found["parameters"] == pytest.approx(50_000, rel=0.02)
     assert set(found["gossip"]) == set(TOPOLOGIES)
-    for timing in (found["compute"], found["all_reduce"], found["small_gossip"], *found["gossip"].values()):
+    for timing in (found["compute"], found["ddp"], found["all_reduce"], found["small_gossip"], *found["gossip"].values()):
         assert 0 < timing["fastest"] <= timing["median"] <= timing["slowest"] < 10
     assert found["bandwidth"] > 0
     assert found["latency"] == found["small_gossip"]["median"]
@@ -60,6 +60,7 @@ def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys:
     seen = plan("")
     assert seen["network"]["kind"] == "measured"
     assert seen["workload"]["compute"] == found["compute"]["median"]
+    assert seen["network"]["ddp_seconds"] == max(0, found["ddp"]["median"] - found["compute"]["median"])
     assert plan("-n 64")["network"] == {"kind": "link", "bandwidth": found["bandwidth"], "latency": found["latency"]}
     assert plan("--bandwidth 1Mbit/s")["recommendation"]["method"] == "Gossip-PGA"
     assert plan("--compute 100s --bandwidth 400Gbit/s")["recommendation"]["method"] == "Parallel SGD"
@@ -72,6 +73,7 @@ def test_a_model_of_one_s_own(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     assert found == json.loads((tmp_path / "probe.json").read_text())
     assert (found["n"], found["parameters"], found["model"], found["is_stand_in"]) == (2, 20_050, "mine.py:build", False)
+    assert found["ddp"] is None  # step() takes no model
 
 
 def test_an_error_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
@@ -100,6 +102,7 @@ def a_probe(small: float = 0.001) -> Probe:
         torch="2",
         repeats=3,
         compute=timing(1),
+        ddp=None,
         all_reduce=timing(0.02),
         gossip={"one-peer-exponential": timing(0.011)},
         small_gossip=timing(small),

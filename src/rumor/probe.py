@@ -6,6 +6,7 @@ the median, and the fastest and slowest beside it.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import statistics
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from rumor.algorithm import GossipPGA, gossip_sgd, parallel_sgd
 from rumor.averager import Averager
@@ -28,6 +30,8 @@ WARM_UP = 3  # unmeasured rounds: the first ones open connections and touch fres
 LARGE = 1_000_000  # parameters, at least, of the message that gives the bandwidth
 SMALL_BYTES = 8  # of the tiny model: two parameters
 SMALL_STEPS = 10  # steps in a sample of the tiny model, which are too short to be timed one by one
+
+Step = Callable[..., object]  # step() or step(model): one forward, backward and optimizer step
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class Probe:
     Attributes:
         model: what was trained; `is_stand_in` where that was not the user's own.
         compute: of one forward, backward and optimizer step, all processes at once.
+        ddp: of one such step in DistributedDataParallel, its all-reduce included; None where `step` takes no model.
         gossip: of one step, by topology.
         small_gossip, small_all_reduce: of a model of two parameters: the latency.
         large_gossip: with one peer, of a model of `large_bytes`, which is the model itself unless that is small.
@@ -61,6 +66,7 @@ class Probe:
     torch: str
     repeats: int
     compute: Timing
+    ddp: Timing | None
     all_reduce: Timing
     gossip: Mapping[str, Timing]
     small_gossip: Timing
@@ -72,7 +78,8 @@ class Probe:
         return Workload(self.parameters, self.compute.median, self.bytes_per_parameter, steps)
 
     def measured(self) -> Measured:
-        return Measured(self.all_reduce.median, {name: timing.median for name, timing in self.gossip.items()})
+        ddp = None if self.ddp is None else max(0.0, self.ddp.median - self.compute.median)
+        return Measured(self.all_reduce.median, {name: timing.median for name, timing in self.gossip.items()}, ddp)
 
     def link(self) -> Link:
         """Latency alpha from the tiny model's gossip with one peer, bandwidth from what a large one takes longer."""
@@ -105,22 +112,22 @@ class Probe:
             if found.pop("format") != FORMAT:
                 raise ValueError
             del found["bandwidth"], found["latency"]  # for readers; derived anew here
-            for name in ("compute", "all_reduce", "small_gossip", "small_all_reduce", "large_gossip"):
-                found[name] = Timing(**found[name])
+            for name in ("compute", "ddp", "all_reduce", "small_gossip", "small_all_reduce", "large_gossip"):
+                found[name] = None if name == "ddp" and found[name] is None else Timing(**found[name])
             found["gossip"] = {name: Timing(**timing) for name, timing in found["gossip"].items()}
             return cls(**found)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{os.fspath(path)} is not a file that this version's `rumor probe` wrote: run it again") from error
 
 
-def stand_in(parameters: int, batch: int, device: torch.device) -> tuple[nn.Module, Callable[[], object]]:
+def stand_in(parameters: int, batch: int, device: torch.device) -> tuple[nn.Module, Step]:
     """An MLP of about so many parameters, and its training step on random data."""
     width = max(1, round((parameters / 4) ** 0.5))
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU()))).to(device)
     opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     x = torch.randn(batch, width, device=device)
 
-    def step() -> None:
+    def step(model: nn.Module = model) -> None:
         opt.zero_grad()
         model(x).square().mean().backward()
         opt.step()
@@ -131,13 +138,16 @@ def stand_in(parameters: int, batch: int, device: torch.device) -> tuple[nn.Modu
 def measure(
     engine: ProcessGroup,
     model: nn.Module,
-    step: Callable[[], object],
+    step: Step,
     name: str,
     is_stand_in: bool,
     repeats: int = 10,
     show: Callable[[str, Timing], object] = lambda what, timing: None,
 ) -> Probe:
-    """Times the training `step` of `model`, and the averaging of it over every topology. A collective, as are all steps of an Averager."""
+    """Times the training `step` of `model`, and the averaging of it over every topology. A collective, as are all steps of an Averager.
+
+    Where step takes an argument, it is called with the model in DistributedDataParallel too, to time DDP with the overlap that it has.
+    """
     clock = _Clock(engine, repeats)
     of: dict[str, Timing] = {}
 
@@ -149,6 +159,9 @@ def measure(
     tiny = nn.Linear(1, 1).to(device)
     peers = TOPOLOGIES["one-peer-exponential"](engine.n)
     timed("compute", step)
+    if takes_model(step):
+        wrapped = DistributedDataParallel(model, process_group=engine.group)
+        timed("DDP", lambda: step(wrapped))
     for topology in TOPOLOGIES:
         algorithm = gossip_sgd(TOPOLOGIES[topology](engine.n))
         timed(topology, _averaging(model, algorithm), algorithm.topology.period)  # whole cycles: its phases may differ
@@ -171,6 +184,7 @@ def measure(
         torch.__version__,
         repeats,
         compute=of["compute"],
+        ddp=of.get("DDP"),
         all_reduce=of["all-reduce"],
         gossip={topology: of[topology] for topology in TOPOLOGIES},
         small_gossip=of["gossip of 2 parameters"],
@@ -178,6 +192,11 @@ def measure(
         large_gossip=large[0],
         large_bytes=large[1],
     )
+
+
+def takes_model(step: Step) -> bool:
+    """step(model), and not step() alone."""
+    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in inspect.signature(step).parameters.values())
 
 
 def _averaging(model: nn.Module, algorithm: GossipPGA) -> Callable[[], object]:

@@ -9,10 +9,13 @@ from typing import Any
 
 from torch import nn
 
-FORM = "FILE.py:FUNCTION, where FUNCTION() returns (model, step) and step() is one forward, backward and optimizer step"
+FORM = (
+    "FILE.py:FUNCTION, where FUNCTION() returns (model, step) and step() is one forward, backward and optimizer step (with "
+    "`def step(model=model)` DDP is timed, too)"
+)
 
 
-def load(place: str) -> tuple[nn.Module, Callable[[], object] | None]:
+def load(place: str) -> tuple[nn.Module, Callable[..., object] | None]:
     """The model that FUNCTION returns, and its step (None where it returns a model alone)."""
     file, _, name = place.rpartition(":")
     if not file or not name:

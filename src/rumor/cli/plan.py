@@ -45,6 +45,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--gossip", action="append", metavar="[TOPOLOGY=]TIME", help="as measured, with one peer unless a topology is named; repeatable"
     )
+    parser.add_argument("--ddp", type=seconds, metavar="TIME", help="a whole step of DistributedDataParallel, as measured, beside them")
     parser.add_argument("--probe", metavar="FILE", help="what `rumor probe` measured; options given beside it take precedence")
     parser.add_argument("--paper", choices=tuple(TRAININGS), help="the paper's run times (Tables 7, 10 and 11) beside the model's")
     parser.add_argument(
@@ -114,6 +115,8 @@ def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload:
     by_times, by_link = options.all_reduce is not None or options.gossip is not None, options.bandwidth is not None
     if by_times and by_link:
         raise ValueError("the network is given twice: either --bandwidth and --latency, or --all-reduce and --gossip")
+    if options.ddp is not None and not by_times:
+        raise ValueError("--ddp is a measured time, and goes with --all-reduce and --gossip")
     if by_link:
         link = Link(options.bandwidth, options.latency or 0.0)
         return link, f"a link of {_show_bandwidth(link)}, latency {show_seconds(link.latency)}"
@@ -122,7 +125,8 @@ def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload:
     if by_times:
         if options.all_reduce is None or options.gossip is None:
             raise ValueError("measured times come in pairs: give both --all-reduce 278ms and --gossip 150ms")
-        return Measured(options.all_reduce, dict(_gossip_time(text) for text in options.gossip)), "the times given"
+        ddp = None if options.ddp is None else max(0.0, options.ddp - workload.compute)
+        return Measured(options.all_reduce, dict(_gossip_time(text) for text in options.gossip), ddp), "the times given"
     if probe is None:
         raise ValueError("how fast is the network? give --bandwidth 25Gbit/s, or --all-reduce 278ms --gossip 150ms, or --probe FILE")
     if (n, workload.bytes) == (probe.n, probe.parameters * probe.bytes_per_parameter):
@@ -175,7 +179,8 @@ def _page(inputs: Inputs, rows: list[Prediction], advice: Recommendation, iid: b
 
 LEGEND = "\n".join(
     [
-        "step: without overlap; overlapped: at best, with delay=1 (DDP's buckets for Parallel SGD). sent: by the busiest node, a step.",
+        "step: without overlap (Parallel SGD: DDP as measured, where it was); overlapped: at best, with delay=1 or DDP's buckets.",
+        "sent: by the busiest node, a step.",
         "transient: steps before the method is as good as Parallel SGD, an order to compare rows by, not a number of steps.",
         "Gossip-AGA moves between its two rows; OSGP lies between its `step` and `overlapped`.",
     ]

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from rumor.cli import model as users_model
 from rumor.cli.table import paragraph, table
 from rumor.cli.units import count, seconds, show_bytes, show_count, show_seconds
-from rumor.probe import Probe, Timing, measure, stand_in
+from rumor.probe import Probe, Step, Timing, measure, stand_in
 from rumor.process_group import ProcessGroup, joined
 from rumor.schedule import check_whole
 
@@ -72,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _prepared(options: argparse.Namespace, device: torch.device) -> tuple[tuple[nn.Module, Callable[[], object]] | None, ValueError | None]:
+def _prepared(options: argparse.Namespace, device: torch.device) -> tuple[tuple[nn.Module, Step] | None, ValueError | None]:
     """Model and step, tried once; or the problem, to be told to the others before they wait for this rank."""
     try:
         if not options.model:
@@ -86,7 +85,7 @@ def _prepared(options: argparse.Namespace, device: torch.device) -> tuple[tuple[
         return None, error if isinstance(error, ValueError) else ValueError(f"--model {options.model}: {type(error).__name__}: {error}")
 
 
-def _measured(engine: ProcessGroup, options: argparse.Namespace, model: nn.Module, step: Callable[[], object]) -> Probe:
+def _measured(engine: ProcessGroup, options: argparse.Namespace, model: nn.Module, step: Step) -> Probe:
     def show(what: str, timing: Timing) -> None:
         if engine.rank == 0:
             print(f"{what:<28} {show_seconds(timing.median):>9}", file=sys.stderr, flush=True)
@@ -99,6 +98,7 @@ def _measured(engine: ProcessGroup, options: argparse.Namespace, model: nn.Modul
 def _page(probe: Probe, path: str) -> str:
     named = {
         "compute": probe.compute,
+        **({"DDP, computing included": probe.ddp} if probe.ddp else {}),
         **{f"gossip, {name}": timing for name, timing in probe.gossip.items()},
         "all-reduce": probe.all_reduce,
     }

@@ -94,6 +94,7 @@ class Network(Protocol):
 
     def all_reduce(self, n: int, bytes: float) -> float: ...  # seconds
     def gossip(self, topology: Topology, bytes: float) -> float: ...  # seconds of one step
+    def ddp(self) -> float | None: ...  # seconds that DDP adds to a step, less what it overlaps, if that was measured
     def note(self, topology: Topology) -> str | None: ...  # what a reader should know of that last figure
 
 
@@ -127,6 +128,9 @@ class Link:
         messages = degree(topology)
         return messages * bytes / self.bandwidth + self.latency if messages else 0.0
 
+    def ddp(self) -> float | None:
+        return None
+
     def note(self, topology: Topology) -> str | None:
         return None
 
@@ -139,6 +143,8 @@ class Measured:
         all_reduce_seconds: of one all-reduce.
         gossip_seconds: of one gossip step, by topology ("ring", "one-peer-exponential", ...). For one that is missing, the measured
             one of the nearest degree is scaled by the degrees.
+        ddp_seconds: that DistributedDataParallel adds to a step of computing. It overlaps its all-reduce with the backward pass, so this
+            is less than `all_reduce_seconds`, and what Parallel SGD really costs; None where it was not measured.
 
     >>> seen = Measured(0.278, {"one-peer-exponential": 0.150})
     >>> seen.gossip(ring(32), bytes=102e6), seen.note(ring(32))
@@ -147,8 +153,10 @@ class Measured:
 
     all_reduce_seconds: float
     gossip_seconds: Mapping[str, float]
+    ddp_seconds: float | None = None
 
     def __post_init__(self) -> None:
+        check_number("ddp_seconds", self.ddp_seconds or 0.0, "seconds", zero=True)
         check_number("all_reduce_seconds", self.all_reduce_seconds, "seconds", zero=True)
         if not self.gossip_seconds:
             raise ValueError("gossip_seconds must name at least one topology, as in {'one-peer-exponential': 0.150}, got none")
@@ -159,6 +167,9 @@ class Measured:
 
     def all_reduce(self, n: int, bytes: float) -> float:
         return self.all_reduce_seconds if n > 1 else 0.0
+
+    def ddp(self) -> float | None:
+        return self.ddp_seconds
 
     def gossip(self, topology: Topology, bytes: float) -> float:
         if not topology.has_links:

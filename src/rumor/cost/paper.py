@@ -42,7 +42,7 @@ RESNET50 = Training(
     table=7,
     n=32,
     workload=Workload(25_500_000, compute=0.146, steps=18_768),  # 120 epochs of 1,281,167 images in batches of 8,192
-    measured=Measured(0.278, {PEERS: 0.150}),
+    measured=Measured(0.278, {PEERS: 0.150}, ddp_seconds=0.278),  # overlap is off already: what communication adds to a step
     averaging=0.09,
     hours={
         "Parallel SGD": 2.22,
@@ -62,7 +62,7 @@ BERT = Training(
     table=11,
     n=8,
     workload=Workload(330_000_000, compute=0.445, steps=112_608),
-    measured=Measured(1.4688, {PEERS: 0.5665}),
+    measured=Measured(1.4688, {PEERS: 0.5665}, ddp_seconds=1.4688),
     averaging=0.096,
     hours={
         "Parallel SGD": 59.02,

@@ -5,7 +5,8 @@ A step of Gossip-PGA takes, with t_compute, t_gossip and t_mean the seconds of c
     without overlap                    t_compute + (1 - 1/H) t_gossip + 1/H t_mean
     with overlap (delay=1), at best    (1 - 1/H) max(t_compute, t_gossip) + 1/H max(t_compute, t_mean)
 
-Parallel, Local and Gossip SGD are its cases H = 1, t_gossip = 0 and H = infinity.
+Parallel, Local and Gossip SGD are its cases H = 1, t_gossip = 0 and H = infinity. Where a step of DDP was measured, that is Parallel SGD's,
+since DDP has its own overlap.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Prediction:
         method: "Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-AGA" (one row for each end of its range) or "OSGP".
         topology: as the command line writes it; None where no one gossips.
         H: steps from one global round to the next; None where there is none.
-        seconds: of a step without overlap.
+        seconds: of a step without overlap; Parallel SGD's as DDP runs it, where that was measured.
         seconds_overlapped: of a step whose messages travel while the next one computes (DDP's buckets for Parallel SGD, delay=1 for
             the others), if all of the smaller part is hidden: a lower bound.
         bytes: that the busiest node sends in a step, on average; an all-reduce counts as the ring's 2 (n - 1)/n of the model.
@@ -132,13 +133,17 @@ class _Times:
         compute, share = self.workload.compute, 0.0 if H is None else 1 / H  # of the steps that are global
         gossip, copies = self.gossip(algorithm.topology)
         seconds = (1 - share) * (compute + gossip) + share * (compute + self.mean)
+        overlapped = (1 - share) * max(compute, gossip) + share * max(compute, self.mean)
+        ddp = self.network.ddp() if self.n > 1 else None
+        if method == "Parallel SGD" and ddp is not None:
+            seconds = overlapped = compute + ddp
         has_neighbors = method not in ("Parallel SGD", "Local SGD")
         return Prediction(
             method,
             topology=kind(algorithm.topology) if has_neighbors else None,
             H=H,
             seconds=seconds,
-            seconds_overlapped=(1 - share) * max(compute, gossip) + share * max(compute, self.mean),
+            seconds_overlapped=overlapped,
             bytes=((1 - share) * copies + share * self.mean_copies) * self.workload.bytes,
             hours=seconds * self.workload.steps / 3600,
             transient_stage=None if method == "OSGP" else transient_stage(algorithm),

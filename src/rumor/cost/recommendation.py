@@ -65,21 +65,22 @@ def recommend(n: int, workload: Workload, network: Network, *, max_period: int |
     parallel = rows[0]
     if n == 1:
         return _parallel(n, parallel, "with one node there is no one to average with")
+    mean = network.all_reduce(n, workload.bytes)
     gossip = {row.topology: row.seconds for row in rows if row.method == "Gossip SGD" and row.topology}
     ties = [name for name, seconds in gossip.items() if seconds <= (1 + TIE) * min(gossip.values())]
-    candidates = [_gossip_pga_on(TOPOLOGIES[name](n), workload, network, gossip[name], parallel.seconds, longest) for name in ties]
+    candidates = [_gossip_pga_on(TOPOLOGIES[name](n), workload, network, gossip[name] - workload.compute, mean, longest) for name in ties]
     shortest = min(_stage(row, iid) for row in candidates)
     best = min((row for row in candidates if _stage(row, iid) <= SAME_ORDER * shortest), key=lambda row: row.bytes)
     step = gossip[str(best.topology)]
     if parallel.seconds <= (1 + WORTH_IT) * best.seconds:
         return _parallel(n, parallel, _nothing_to_gain(workload, parallel, best, step), _notes_on_overlap(workload, parallel, best))
     (local,) = (row for row in predict(n, workload, network, H=best.H, topologies=[]) if row.method == "Local SGD")
-    return _gossip_pga(TOPOLOGIES[str(best.topology)](n), workload, best, parallel, local, step, min(gossip.values()), longest, iid)
+    return _gossip_pga(TOPOLOGIES[str(best.topology)](n), workload, best, parallel, local, step, min(gossip.values()), mean, longest, iid)
 
 
-def _gossip_pga_on(topology: Topology, workload: Workload, network: Network, gossip: float, parallel: float, longest: int) -> Prediction:
-    """Gossip-PGA with the shortest period whose global rounds cost little; `gossip` and `parallel` are seconds of whole steps."""
-    H = min(longest, period_for(workload.compute, gossip - workload.compute, parallel - workload.compute))
+def _gossip_pga_on(topology: Topology, workload: Workload, network: Network, gossip: float, mean: float, longest: int) -> Prediction:
+    """Gossip-PGA with the shortest period whose global rounds cost little."""
+    H = min(longest, period_for(workload.compute, gossip, mean))
     return next(row for row in predict(topology.n, workload, network, H=H, topologies=[topology]) if row.method == "Gossip-PGA")
 
 
@@ -123,18 +124,19 @@ def _gossip_pga(
     local: Prediction,
     gossip: float,  # seconds of a step of gossip alone
     quickest: float,  # of all topologies
+    mean: float,  # seconds of an all-reduce
     longest: int,
     iid: bool,
 ) -> Recommendation:
     H = best.H or 1
-    added = (parallel.seconds - gossip) / H / gossip
+    added = (workload.compute + mean - gossip) / H / gossip
     shorter = f" (H = {H - 1}: {_percent(added * H / (H - 1))})" if H > 1 and added <= GLOBAL_SHARE else ""
     reason = (
         f"its step takes {_ms(best.seconds)}, Parallel SGD's {_ms(parallel.seconds)}: {1 - best.seconds / parallel.seconds:.0%} less. "
         f"{_why_topology(topology, gossip, quickest)} With H = {H} global rounds add {_percent(added)} to it{shorter}. "
         f"{_why_not_local(local, _stage(local, iid), _stage(best, iid))}"
     )
-    notes = _notes_on_period(topology, H, longest, added, gossip - workload.compute, parallel.seconds - workload.compute)
+    notes = _notes_on_period(topology, H, longest, added, gossip - workload.compute, mean)
     notes += _notes_on_overlap(workload, parallel, best) + ((f"{best.topology}: {best.note}",) if best.note else ())
     return Recommendation("Gossip-PGA", best.topology, H, best.seconds, _call(topology, H), reason, notes)
 
@@ -184,6 +186,11 @@ def _notes_on_overlap(workload: Workload, parallel: Prediction, best: Prediction
         notes.append(
             f"all times are without overlap: if DDP can hide its whole all-reduce behind the backward pass, its step takes "
             f"{_ms(parallel.seconds_overlapped)} (Gossip-PGA with delay=1: {_ms(best.seconds_overlapped)}): time DDP before you decide"
+        )
+    if parallel.seconds == parallel.seconds_overlapped > (1 + WORTH_IT) * best.seconds_overlapped:
+        notes.append(
+            f"DDP's time includes its overlap, that of Gossip-PGA has none: delay=1 could bring {best.topology}, H = {best.H}, to "
+            f"{_ms(best.seconds_overlapped)} at best"
         )
     if workload.bytes_per_parameter < 4:
         notes.append("half-precision parameters gossip as they are, but Rumor sums global rounds in float32: those send twice the bytes")
