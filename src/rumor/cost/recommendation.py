@@ -73,7 +73,9 @@ def recommend(n: int, workload: Workload, network: Network, *, max_period: int |
     best = min((row for row in candidates if _stage(row, iid) <= SAME_ORDER * shortest), key=lambda row: row.bytes)
     step = gossip[str(best.topology)]
     if parallel.seconds <= (1 + WORTH_IT) * best.seconds:
-        return _parallel(n, parallel, _nothing_to_gain(workload, parallel, best, step), _notes_on_overlap(workload, parallel, best))
+        return _parallel(
+            n, parallel, _nothing_to_gain(workload, network, parallel, best, step, mean), _notes_on_overlap(workload, parallel, best)
+        )
     (local,) = (row for row in predict(n, workload, network, H=best.H, topologies=[]) if row.method == "Local SGD")
     return _gossip_pga(TOPOLOGIES[str(best.topology)](n), workload, best, parallel, local, step, min(gossip.values()), mean, longest, iid)
 
@@ -102,7 +104,7 @@ def _percent(share: float) -> str:
     return f"{share:.1%}" if share < 1 else f"{share:.0%}"
 
 
-def _nothing_to_gain(workload: Workload, parallel: Prediction, best: Prediction, gossip: float) -> str:
+def _nothing_to_gain(workload: Workload, network: Network, parallel: Prediction, best: Prediction, gossip: float, mean: float) -> str:
     other, seconds = f"Gossip-PGA's ({best.topology}, H = {best.H}", best.seconds
     if best.H == 1:  # which is Parallel SGD itself: even a gossip step alone is within the 10 %
         other, seconds = f"a gossip step ({best.topology}", gossip
@@ -110,10 +112,11 @@ def _nothing_to_gain(workload: Workload, parallel: Prediction, best: Prediction,
     how = f"only {slower:.1%} slower than" if slower > 0.0005 else "no slower than"
     is_fast = parallel.seconds <= 1.5 * workload.compute
     why = "The network is fast beside the computation" if is_fast else "An all-reduce costs little more than gossip here"
-    return (
-        f"its step of {_ms(parallel.seconds)} is {how} {other}: {_ms(seconds)}), and it is exact. {why}; DistributedDataParallel, which "
-        "hides part of the all-reduce besides, is its usual form"
-    )
+    form = "DistributedDataParallel, which hides part of the all-reduce besides, is its usual form"
+    if network.ddp() is not None:
+        without = _ms(workload.compute + mean)
+        form = f"run it as DistributedDataParallel, which was timed: rumor.parallel_sgd does not overlap, and would take {without}"
+    return f"its step of {_ms(parallel.seconds)} is {how} {other}: {_ms(seconds)}), and it is exact. {why}; {form}"
 
 
 def _gossip_pga(
