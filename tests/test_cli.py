@@ -17,6 +17,7 @@ import rumor
 from rumor.cli import main, units
 from rumor.cost import TOPOLOGIES
 
+ROOT = Path(__file__).parent.parent
 Run = Callable[[str], tuple[int, str, str]]
 LINK = "--parameters 25.5M --compute 146ms --bandwidth 10Gbit/s --latency 50us"
 TIMES = "--parameters 25.5M --compute 146ms --all-reduce 278ms --gossip 150ms"
@@ -209,3 +210,19 @@ def test_without_matplotlib_one_line_says_what_to_install(run: Run, monkeypatch:
 def test_python_dash_m_rumor() -> None:
     done = subprocess.run([sys.executable, "-m", "rumor", "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"rumor {rumor.__version__}\n")
+
+
+def test_the_planning_page_shows_what_the_commands_print(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"```console\n\$ rumor (.*?)\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), re.S)
+    assert len(blocks) >= 6
+    for line, shown in blocks:
+        code, printed, _ = run(line)
+        pattern = re.escape(shown.strip()).replace(re.escape("..."), "(?s:.*)")
+        assert code == 0
+        assert re.fullmatch(pattern, printed.strip()), f"rumor {line} prints\n{printed}"
+
+
+def test_the_planning_page_s_python_runs() -> None:
+    (block,) = re.findall(r"```python\n(from rumor.cost.*?)```", (ROOT / "docs" / "planning.md").read_text(), re.S)
+    exec(block, {})
