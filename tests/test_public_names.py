@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 def test_names() -> None:
     topologies = "ring grid torus exponential one_peer_exponential complete isolated from_networkx from_matrix from_matrices from_digraph"
     methods = "parallel_sgd local_sgd gossip_sgd gossip_pga gossip_aga slowmo osgp"
-    others = "Averager Simulator Stacked ProcessGroup Never Periodic Adaptive"
+    others = "Averager Simulator Stacked ProcessGroup Never Periodic Adaptive theory"
     wanted = f"{topologies} {methods} {others}".split()
     assert set(wanted) <= set(rumor.__all__)
     assert all(hasattr(rumor, name) for name in rumor.__all__)
@@ -36,6 +36,9 @@ def test_names() -> None:
         (rumor.Averager.step, "self loss=None lr=None"),
         (rumor.Simulator, "model algorithm vmap=True"),
         (rumor.Simulator.step, "self losses=None lr=None"),
+        (rumor.theory.C_beta, "beta H"),
+        (rumor.theory.D_beta, "beta H"),
+        (rumor.theory.transient_stage, "algorithm iid=False regime=None"),
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),
 )

@@ -16,6 +16,10 @@ The symbols, and what they are called here:
 
 Wherever a function takes an `algorithm`, it takes what `rumor.gossip_pga(...)` and its like return, or a `Mixing`. What is said of
 orders (`rate`, `transient_stage`, `transient_time`) leaves constants out: compare such numbers with each other, never with a clock.
+The bounds of the theorems and lemmas do hold as they stand, for constants that are:
+
+    found = theory.estimate(model, loss_fn, batches)
+    theory.theorem_2(algorithm, L=found.L, sigma2=found.sigma2, b2=found.b2, F_0=found.loss).step_size(T=10_000)
 """
 
 from rumor.theory.consensus import consensus_distance, running_consensus_bound, unified_consensus_bound

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 LossFn = Callable[..., Tensor]
+AT_LEAST = 5  # Lanczos steps: a start that is almost an eigenvector may stand still for a while
 
 
 @dataclass(frozen=True)
@@ -188,7 +189,8 @@ class _Problem:
             T = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
             last, found = found, float(np.abs(np.linalg.eigvalsh(T)).max())
             beside.append(float(u.norm()))
-            if beside[-1] <= 1e-12 * found or abs(found - last) <= tolerance * found:
+            settled = len(diagonal) >= AT_LEAST and abs(found - last) <= tolerance * found
+            if settled or beside[-1] <= 1e-12 * found:
                 break
             previous, v = v, u / beside[-1]
         return found
