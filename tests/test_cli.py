@@ -64,7 +64,7 @@ def test_units(parse: Callable[[str], float], text: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (f"plan -n 0 {LINK}", "-n must be a whole number >= 1, got 0"),
+        (f"plan -n 0 {LINK}", "-n must be a whole number >= 1 (and at most 100,000), got 0"),
         (f"plan -n -4 {LINK}", "got -4"),
         (f"plan -n 2.5 {LINK}", "not a whole number"),
         (f"plan {LINK}", "how many nodes"),
@@ -82,12 +82,14 @@ def test_units(parse: Callable[[str], float], text: str, value: float) -> None:
         (f"plan -n 32 {TIMES} --period 0", "H must be a whole number >= 1"),
         (f"plan -n 32 {TIMES} --out picture.txt", "a picture is a .png, .svg, .pdf file"),
         (f"plan -n 32 {LINK} --ddp 1s", "--ddp is a measured time"),
+        ("plan --paper bert -n 4", "leave out --nodes"),
         ("plan --paper gpt", "invalid choice: 'gpt'"),
         ("plan --probe nowhere.json", "nowhere.json"),
         ("plan --probe pyproject.toml", "not a file that this version's `rumor probe` wrote"),
         ("plan -n 4 --model nowhere.py:build --compute 1s --bandwidth 1GB/s", "there is no file nowhere.py"),
         ("topology hypercube -n 8", "no topology 'hypercube': choose from"),
         ("topology ring -n 0", "n >= 1 nodes"),
+        ("topology ring -n 1e9", "at most 100,000"),
         ("topology ring", "required: -n"),
         ("topology complete -n 10000", "n^2 links"),
         ("probe", "torchrun --standalone --nproc-per-node 4 -m rumor probe"),

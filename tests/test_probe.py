@@ -15,7 +15,7 @@ from rumor.cost import TOPOLOGIES
 from rumor.probe import Probe, Timing
 
 MODEL = """
-import os, torch
+import os, time, torch
 
 def build():
     model = torch.nn.Linear(400, 50)
@@ -25,6 +25,15 @@ def build():
         model(torch.randn(8, 400)).square().mean().backward()
         opt.step()
     return model, step
+
+def stuck_on_one_rank():
+    model, step = build()
+    steps = []
+    def stuck():
+        steps.append(step())
+        if os.environ["RANK"] == "1" and len(steps) > 5:
+            time.sleep(1000)
+    return model, stuck
 
 def broken_on_one_rank():
     if os.environ["RANK"] == "1":
@@ -85,6 +94,15 @@ def test_an_error_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
     assert "rank 1" in lines[0]
     assert "FileNotFoundError: no data here" in lines[0]
     assert not (tmp_path / "probe.json").exists()
+
+
+def test_a_rank_that_is_stuck_ends_all_at_the_time_out(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = probe(2, ["--model", "mine.py:stuck_on_one_rank", "--timeout", "2s"], tmp_path)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "rumor probe: error" in line]
+    assert len(lines) == 1
+    assert "rank 0 of 2 lost touch" in lines[0]
 
 
 def a_probe(small: float = 0.001) -> Probe:

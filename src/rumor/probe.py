@@ -107,6 +107,8 @@ class Probe:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Probe:
+        if not Path(path).is_file():
+            raise ValueError(f"there is no file {os.fspath(path)}: `rumor probe` writes it")
         try:
             found = json.loads(Path(path).read_text())
             if found.pop("format") != FORMAT:
@@ -203,6 +205,12 @@ def _averaging(model: nn.Module, algorithm: GossipPGA) -> Callable[[], object]:
     return Averager(model, algorithm).step
 
 
+def _let_gpu_finish() -> None:
+    """The host only queues work there; a model may be on a GPU whatever the backend."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
 class _Clock:
     """Times what all processes do at once."""
 
@@ -218,12 +226,12 @@ class _Clock:
         return Timing(statistics.median(slowest), min(slowest), max(slowest))
 
     def _sample(self, action: Callable[[], object], steps: int) -> float:
+        _let_gpu_finish()
         self._gather([0.0])  # all start together
         began = time.perf_counter()
         for _ in range(steps):
             action()
-        if self.engine.device.type == "cuda":
-            torch.cuda.synchronize()
+        _let_gpu_finish()
         return (time.perf_counter() - began) / steps
 
     def _gather(self, mine: list[float]) -> list[list[float]]:

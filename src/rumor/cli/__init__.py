@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options))
     except BrokenPipeError:
         return 0  # `rumor topology ring -n 64 | head`
-    except (ValueError, TypeError, ImportError, OSError, RuntimeError) as error:  # what a user can mend
+    except (ValueError, ArithmeticError, ImportError, OSError, RuntimeError) as error:  # what a user can mend
         print(f"rumor {options.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

@@ -15,6 +15,11 @@ from rumor.cost import TOPOLOGIES, Link, Measured, Network, Prediction, Recommen
 from rumor.cost.paper import TRAININGS
 from rumor.probe import Probe
 
+MOST_NODES = 100_000  # beyond these the transient stages take minutes
+INPUTS = (
+    *("nodes", "parameters", "model", "bytes_per_parameter", "compute", "bandwidth", "latency", "all_reduce", "gossip", "ddp", "probe"),
+    *("period", "max_period", "out"),
+)
 EPILOG = """examples:
   rumor plan -n 32 --parameters 25.5M --compute 146ms --bandwidth 10Gbit/s --latency 50us
   rumor plan -n 32 --parameters 25.5M --compute 146ms --all-reduce 278ms --gossip 150ms
@@ -70,6 +75,9 @@ class Inputs:
 
 def run(options: argparse.Namespace) -> int:
     if options.paper:
+        given = [name for name in INPUTS if getattr(options, name) is not None]
+        if given:
+            raise ValueError(f"--paper takes the paper's own figures: leave out --{given[0].replace('_', '-')}")
         print(paper.page(options.paper, options.json))
         return 0
     inputs = read_inputs(options)
@@ -89,8 +97,8 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     n = options.nodes if options.nodes is not None else probe.n if probe else None
     if n is None:
         raise ValueError("how many nodes? give -n 32, or --probe FILE")
-    if n < 1:
-        raise ValueError(f"-n must be a whole number >= 1, got {n}")
+    if not 1 <= n <= MOST_NODES:
+        raise ValueError(f"-n must be a whole number >= 1 (and at most {MOST_NODES:,}), got {n}")
     workload = _workload(options, probe)
     network, source = _network(options, probe, n, workload)
     return Inputs(n, workload, network, source)

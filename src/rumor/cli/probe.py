@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"--backend must be gloo or nccl, got {options.backend!r}")
     if not options.timeout > 0:
         raise ValueError(f"--timeout must be positive, got {options.timeout:g} s")
+    if options.backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError("--backend nccl needs GPUs, and this machine shows none: use --backend gloo")
     device = torch.device("cpu")
     if options.backend == "nccl":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -74,6 +77,8 @@ def run(options: argparse.Namespace) -> int:
 def _prepared(options: argparse.Namespace, device: torch.device) -> tuple[tuple[nn.Module, Step] | None, ValueError | None]:
     """Model and step, tried once; or the problem, to be told to the others before they wait for this rank."""
     try:
+        if not Path(options.out).absolute().parent.is_dir():
+            raise ValueError(f"--out {options.out}: there is no folder {Path(options.out).absolute().parent} to write it to")
         if not options.model:
             return stand_in(options.parameters, options.batch, device), None
         model, step = users_model.load(options.model)

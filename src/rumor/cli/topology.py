@@ -19,6 +19,7 @@ from rumor.topology import Topology, complete, isolated
 
 NAMES = {**TOPOLOGIES, "complete": complete, "isolated": isolated}
 PERIODS = (1, 2, 4, 8, 16, 32, 64, math.inf)
+MOST_NODES = 100_000
 COMPLETE_UP_TO = 2_000  # nodes: its links are n^2
 
 
@@ -40,6 +41,8 @@ def build(name: str, n: int) -> Topology:
     known = NAMES.get(name.replace("_", "-"))
     if known is None:
         raise ValueError(f"there is no topology {name!r}: choose from {', '.join(NAMES)}")
+    if n > MOST_NODES:
+        raise ValueError(f"-n is at most {MOST_NODES:,}, got {n}")
     if known is complete and n > COMPLETE_UP_TO:
         raise ValueError(f"complete has n^2 links, which is shown up to n = {COMPLETE_UP_TO:,}, got n={n}; its beta is 0 for every n")
     return known(n)

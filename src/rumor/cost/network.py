@@ -157,13 +157,13 @@ class Measured:
 
     def __post_init__(self) -> None:
         check_number("ddp_seconds", self.ddp_seconds or 0.0, "seconds", zero=True)
-        check_number("all_reduce_seconds", self.all_reduce_seconds, "seconds", zero=True)
+        check_number("all_reduce_seconds", self.all_reduce_seconds, "seconds")
         if not self.gossip_seconds:
             raise ValueError("gossip_seconds must name at least one topology, as in {'one-peer-exponential': 0.150}, got none")
         for name, seconds in self.gossip_seconds.items():
             if name not in TOPOLOGIES:
                 raise ValueError(f"gossip_seconds has a time for {name!r}, which is none of {', '.join(TOPOLOGIES)}")
-            check_number(f"gossip_seconds[{name!r}]", seconds, "seconds", zero=True)
+            check_number(f"gossip_seconds[{name!r}]", seconds, "seconds")
 
     def all_reduce(self, n: int, bytes: float) -> float:
         return self.all_reduce_seconds if n > 1 else 0.0
