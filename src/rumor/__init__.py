@@ -1,6 +1,6 @@
 """Rumor: train one PyTorch model on many nodes with far less communication than all-reduce."""
 
-from rumor import theory
+from rumor import cost, theory
 from rumor.algorithm import GossipPGA, gossip_aga, gossip_pga, gossip_sgd, local_sgd, parallel_sgd
 from rumor.averager import Averager
 from rumor.engine import Stacked
@@ -41,6 +41,7 @@ __all__ = [
     "Stacked",
     "Topology",
     "complete",
+    "cost",
     "exponential",
     "from_digraph",
     "from_matrices",

@@ -56,8 +56,8 @@ class State:
 class Algorithm(Protocol):
     """What the Averager and the Simulator need of a method. It is a value: all that changes is in the State."""
 
-    topology: Topology
-
+    @property
+    def topology(self) -> Topology: ...
     @property
     def delay(self) -> int: ...
     @property

@@ -12,6 +12,7 @@ import numpy as np
 from rumor.matrix import Array, Circulant, Matrix, dense
 
 DENSE_UP_TO = 256  # nodes; a dense norm takes milliseconds there
+EIGENVALUES_UP_TO = 1_500  # nodes; all eigenvalues of a dense matrix take about a second there
 
 
 def distance_to_average(matrices: Sequence[Matrix]) -> float:
@@ -29,6 +30,20 @@ def distance_to_average(matrices: Sequence[Matrix]) -> float:
     if len(matrices) == 1 and matrices[0].is_symmetric:
         return _zero_below(1e-13, _largest(lambda v: matrices[0].apply(v) - v.mean(), n))
     return _zero_below(1e-7, float(np.sqrt(_largest(lambda v: _gram(matrices, v), n))))  # a root halves the digits
+
+
+def moduli(matrices: Sequence[Matrix]) -> Array | None:
+    """|eigenvalues| of the product W_(l-1) ... W_0, largest first; None where n is too large for a matrix that is no circulant."""
+    n = matrices[0].n
+    if all(isinstance(W, Circulant) for W in matrices):
+        found = np.prod([W.eigenvalues for W in matrices if isinstance(W, Circulant)], axis=0)
+    elif n > EIGENVALUES_UP_TO:
+        return None
+    elif len(matrices) == 1 and matrices[0].is_symmetric:
+        found = np.linalg.eigvalsh(dense(matrices[0]))
+    else:
+        found = np.linalg.eigvals(np.linalg.multi_dot([*map(dense, reversed(matrices)), np.eye(n)]))
+    return np.sort(np.abs(found))[::-1]
 
 
 def _zero_below(rounding: float, norm: float) -> float:

@@ -1,0 +1,7 @@
+"""`python -m rumor` is `rumor`."""
+
+import sys
+
+from rumor.cli import main
+
+sys.exit(main())

@@ -1,0 +1,220 @@
+"""`rumor plan`: the cost of every method and topology, and what to choose."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from rumor.cli import model as users_model
+from rumor.cli import paper
+from rumor.cli.table import paragraph, table
+from rumor.cli.units import bandwidth, count, seconds, show_bytes, show_count, show_seconds
+from rumor.cost import TOPOLOGIES, Link, Measured, Network, Prediction, Recommendation, Workload, predict, recommend
+from rumor.cost.paper import TRAININGS
+from rumor.probe import Probe
+
+MOST_NODES = 100_000  # beyond these the transient stages take minutes
+INPUTS = (
+    *("nodes", "parameters", "model", "bytes_per_parameter", "compute", "bandwidth", "latency", "all_reduce", "gossip", "ddp", "probe"),
+    *("period", "max_period", "out"),
+)
+EPILOG = """examples:
+  rumor plan -n 32 --parameters 25.5M --compute 146ms --bandwidth 10Gbit/s --latency 50us
+  rumor plan -n 32 --parameters 25.5M --compute 146ms --all-reduce 278ms --gossip 150ms
+  rumor plan --probe probe.json --steps 100k
+  rumor plan --paper resnet50
+
+Units: 25Gbit/s is bits, 3.1GB/s bytes; a plain bandwidth is in bytes/s, a plain time in seconds."""
+
+
+def add_to(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help="predict the cost of every method and topology, and recommend one",
+        description="Predicts the time per step, bytes, hours and transient stage of every method and topology, and recommends one.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-n", "--nodes", type=count, help="number of nodes")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--parameters", type=count, help="of the model: 25.5M, 7B")
+    size.add_argument("--model", metavar="FILE.py:FUNCTION", help="count the parameters of the model that FUNCTION() returns")
+    parser.add_argument("--bytes-per-parameter", type=float, metavar="BYTES", help="default 4, float32")
+    parser.add_argument("--compute", type=seconds, metavar="TIME", help="forward, backward and optimizer step: 146ms")
+    parser.add_argument("--steps", type=count, default=10_000, help="of the run (default 10,000)")
+    parser.add_argument("--bandwidth", type=bandwidth, help="of a node's link: 25Gbit/s (bits), 3.1GB/s (bytes), plain bytes/s")
+    parser.add_argument("--latency", type=seconds, metavar="TIME", help="of a message: 50us (default 0)")
+    parser.add_argument("--all-reduce", type=seconds, metavar="TIME", help="as measured, instead of the link")
+    parser.add_argument(
+        "--gossip", action="append", metavar="[TOPOLOGY=]TIME", help="as measured, with one peer unless a topology is named; repeatable"
+    )
+    parser.add_argument("--ddp", type=seconds, metavar="TIME", help="a whole step of DistributedDataParallel, as measured, beside them")
+    parser.add_argument("--probe", metavar="FILE", help="what `rumor probe` measured; options given beside it take precedence")
+    parser.add_argument("--paper", choices=tuple(TRAININGS), help="the paper's run times (Tables 7, 10 and 11) beside the model's")
+    parser.add_argument(
+        "--period", type=count, metavar="H", help="of Gossip-PGA and Local SGD (default: by the rule of the recommendation)"
+    )
+    parser.add_argument("--max-period", type=count, metavar="H", help="the longest H to recommend, say for the transient stage's sake")
+    parser.add_argument("--iid", action="store_true", help="all nodes draw from the same data: show that transient stage")
+    parser.add_argument("--out", metavar="FILE", help="draw the times of a step into FILE.png, .svg or .pdf as well (needs matplotlib)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is planned for, and where its figures come from."""
+
+    n: int
+    workload: Workload
+    network: Network
+    source: str
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.paper:
+        given = [name for name in INPUTS if getattr(options, name) is not None]
+        if given:
+            raise ValueError(f"--paper takes the paper's own figures: leave out --{given[0].replace('_', '-')}")
+        print(paper.page(options.paper, options.json))
+        return 0
+    inputs = read_inputs(options)
+    rows = predict(inputs.n, inputs.workload, inputs.network, H=options.period, H_max=max(64, options.period or 0))
+    advice = recommend(inputs.n, inputs.workload, inputs.network, max_period=options.max_period, iid=options.iid)
+    if options.out:
+        from rumor.plots import draw_plan  # matplotlib is an extra
+
+        title = f"{inputs.n} nodes, {show_count(inputs.workload.parameters)} parameters; {inputs.source}"
+        draw_plan(rows, inputs.workload.compute, title, options.out)
+    print(_json(inputs, rows, advice) if options.json else _page(inputs, rows, advice, options.iid))
+    return 0
+
+
+def read_inputs(options: argparse.Namespace) -> Inputs:
+    probe = Probe.read(options.probe) if options.probe else None
+    n = options.nodes if options.nodes is not None else probe.n if probe else None
+    if n is None:
+        raise ValueError("how many nodes? give -n 32, or --probe FILE")
+    if not 1 <= n <= MOST_NODES:
+        raise ValueError(f"-n must be a whole number >= 1 (and at most {MOST_NODES:,}), got {n}")
+    workload = _workload(options, probe)
+    network, source = _network(options, probe, n, workload)
+    return Inputs(n, workload, network, source)
+
+
+def _workload(options: argparse.Namespace, probe: Probe | None) -> Workload:
+    compute = options.compute if options.compute is not None else probe.compute.median if probe else None
+    if compute is None:
+        raise ValueError("how long does a step compute? give --compute 146ms, or --probe FILE")
+    if options.model:
+        workload = Workload.of(users_model.load(options.model)[0], compute, options.steps)
+    elif options.parameters is not None:
+        workload = Workload(options.parameters, compute, steps=options.steps)
+    elif probe:
+        workload = replace(probe.workload(options.steps), compute=compute)
+    else:
+        raise ValueError("how large is the model? give --parameters 25.5M, --model FILE.py:FUNCTION or --probe FILE")
+    return workload if options.bytes_per_parameter is None else replace(workload, bytes_per_parameter=options.bytes_per_parameter)
+
+
+def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload: Workload) -> tuple[Network, str]:
+    by_times, by_link = options.all_reduce is not None or options.gossip is not None, options.bandwidth is not None
+    if by_times and by_link:
+        raise ValueError("the network is given twice: either --bandwidth and --latency, or --all-reduce and --gossip")
+    if options.ddp is not None and not by_times:
+        raise ValueError("--ddp is a measured time, and goes with --all-reduce and --gossip")
+    if by_link:
+        link = Link(options.bandwidth, options.latency or 0.0)
+        return link, f"a link of {_show_bandwidth(link)}, latency {show_seconds(link.latency)}"
+    if options.latency is not None:
+        raise ValueError("--latency describes a link, and so needs --bandwidth 25Gbit/s beside it")
+    if by_times:
+        if options.all_reduce is None or options.gossip is None:
+            raise ValueError("measured times come in pairs: give both --all-reduce 278ms and --gossip 150ms")
+        ddp = None if options.ddp is None else max(0.0, options.ddp - workload.compute)
+        return Measured(options.all_reduce, dict(_gossip_time(text) for text in options.gossip), ddp), "the times given"
+    if probe is None:
+        raise ValueError("how fast is the network? give --bandwidth 25Gbit/s, or --all-reduce 278ms --gossip 150ms, or --probe FILE")
+    if (n, workload.bytes) == (probe.n, probe.parameters * probe.bytes_per_parameter):
+        return probe.measured(), f"the times in {options.probe}"
+    link = probe.link()
+    return link, (
+        f"the link in {options.probe}, {_show_bandwidth(link)} and {show_seconds(link.latency)}, since its times are of {probe.n} nodes "
+        f"and {show_bytes(probe.parameters * probe.bytes_per_parameter)}"
+    )
+
+
+def _gossip_time(text: str) -> tuple[str, float]:
+    name, _, time = text.rpartition("=")
+    name = name.replace("_", "-") or "one-peer-exponential"
+    if name not in TOPOLOGIES:
+        raise ValueError(f"--gossip {text}: there is no topology {name!r}; choose from {', '.join(TOPOLOGIES)}")
+    try:
+        return name, seconds(time)
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"--gossip {text}: {error}") from None
+
+
+def _show_bandwidth(link: Link) -> str:
+    return f"{link.bandwidth * 8 / 1e9:.3g} Gbit/s ({show_bytes(link.bandwidth)}/s)"
+
+
+def _json(inputs: Inputs, rows: list[Prediction], advice: Recommendation) -> str:
+    network = {"kind": type(inputs.network).__name__.lower(), **asdict(inputs.network)}  # type: ignore[call-overload]
+    found = {
+        "n": inputs.n,
+        "workload": asdict(inputs.workload),
+        "network": network,
+        "recommendation": asdict(advice),
+        "predictions": [asdict(row) for row in rows],
+    }
+    return json.dumps(found, indent=1)
+
+
+def _page(inputs: Inputs, rows: list[Prediction], advice: Recommendation, iid: bool) -> str:
+    w = inputs.workload
+    head = (
+        f"{inputs.n} nodes, {show_count(w.parameters)} parameters of {w.bytes_per_parameter:g} bytes ({show_bytes(w.bytes)}), "
+        f"{show_seconds(w.compute)} of computing, {w.steps:,} steps; {inputs.source}"
+    )
+    notes = dict.fromkeys(f"{row.topology}: {row.note}" for row in rows if row.note)
+    lines = [paragraph(head), "", _table(rows, iid), "", LEGEND, *(f"* {note}" for note in notes), ""]
+    lines += [paragraph(f"Take {advice.method}: {advice.call}"), paragraph(f"  because {advice.reason}.", "  ")]
+    return "\n".join([*lines, *(paragraph(f"  Note: {note}.", "  ") for note in advice.notes)])
+
+
+LEGEND = "\n".join(
+    [
+        "step: without overlap (Parallel SGD: DDP as measured, where it was); overlapped: at best, with delay=1 or DDP's buckets.",
+        "sent: by the busiest node, a step.",
+        "transient: steps before the method is as good as Parallel SGD, an order to compare rows by, not a number of steps.",
+        "Gossip-AGA moves between its two rows; OSGP lies between its `step` and `overlapped`.",
+    ]
+)
+
+
+def _table(rows: list[Prediction], iid: bool) -> str:
+    head = ("topology", "method", "H", "step", "overlapped", "sent", "hours", f"transient ({'iid' if iid else 'non-iid'})")
+    lines: list[tuple[str, ...]] = []
+    last: str | None = None
+    for row in rows:
+        if row.topology != last:
+            lines.append(())
+        star = "*" if row.note else ""
+        stage = row.transient_stage_iid if iid else row.transient_stage
+        lines.append(
+            (
+                f"{row.topology}{star}" if row.topology and row.topology != last else "",
+                row.method,
+                "-" if row.H is None else str(row.H),
+                show_seconds(row.seconds),
+                show_seconds(row.seconds_overlapped),
+                show_bytes(row.bytes),
+                f"{row.hours:.2f}" if row.hours < 1000 else f"{row.hours:,.0f}",
+                "-" if stage is None else f"{stage:.1e}" if stage else "0",
+            )
+        )
+        last = row.topology
+    return table(head, lines, left=2)

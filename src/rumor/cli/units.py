@@ -1,0 +1,82 @@
+"""Numbers with units, as people type and read them: 25Gbit/s, 50us, 146ms, 25.5M."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+
+_PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_DECIMAL = {name: factor for name, factor in _PREFIX.items() if "i" not in name}
+SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+COUNTS = {**_DECIMAL, "B": 1e9}  # a billion, as in "a model of 7B"
+BYTES_PER_SECOND = {"": 1.0, **{f"{p}B/s": f for p, f in _PREFIX.items()}, **{f"{p}bit/s": f / 8 for p, f in _DECIMAL.items()}}
+
+
+def _parser(units: dict[str, float], what: str, forms: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        found = re.fullmatch(r"\s*([+-]?[\d.,_]*\d[\d.]*(?:[eE][+-]?\d+)?)\s*(\S*)\s*", text)
+        if not found or found.group(2) not in units:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}: write {forms}")
+        try:
+            return float(found.group(1).replace(",", "")) * units[found.group(2)]
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}: write {forms}") from None
+
+    return parse
+
+
+seconds = _parser(SECONDS, "a time", "146ms, 50us or 1.5s; a plain number is in seconds")
+bandwidth = _parser(
+    BYTES_PER_SECOND,
+    "a bandwidth",
+    "25Gbit/s (bits) or 3.1GB/s (bytes), in full since a lone b could be either; a plain number is in bytes/s",
+)
+_count = _parser(COUNTS, "a number", "25.5M, 330M or 7B; a plain number is as it stands")
+
+
+def count(text: str) -> int:
+    """A whole number."""
+    value = _count(text)
+    if not math.isfinite(value) or abs(value - round(value)) > 1e-6 * max(1.0, abs(value)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: write 25.5M, 330M or 7B, or all its digits")
+    return round(value)
+
+
+def show_seconds(value: float) -> str:
+    """
+    >>> show_seconds(0.146), show_seconds(5e-05), show_seconds(1.9138)
+    ('146 ms', '50 us', '1.91 s')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if value >= 0.9995 * scale:
+            return f"{_three(value / scale)} {unit}"
+    return f"{_three(value / 1e-9)} ns" if value else "0 s"
+
+
+def show_bytes(value: float) -> str:
+    """
+    >>> show_bytes(102e6), show_bytes(1_234)
+    ('102 MB', '1.23 kB')
+    """
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= 0.9995 * scale:
+            return f"{_three(value / scale)} {unit}"
+    return f"{_three(value)} B"
+
+
+def show_count(value: float) -> str:
+    """
+    >>> show_count(25_500_000), show_count(18_768)
+    ('25.5 M', '18,768')
+    """
+    for unit, scale in (("G", 1e9), ("M", 1e6)):
+        if value >= scale:
+            return f"{value / scale:.4g} {unit}"
+    return f"{value:,.0f}"
+
+
+def _three(value: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"

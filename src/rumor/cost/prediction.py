@@ -1,0 +1,152 @@
+"""What a step of each method costs: seconds with and without overlap, bytes, hours of the run, transient stage.
+
+A step of Gossip-PGA takes, with t_compute, t_gossip and t_mean the seconds of computing, of gossip and of an all-reduce,
+
+    without overlap                    t_compute + (1 - 1/H) t_gossip + 1/H t_mean
+    with overlap (delay=1), at best    (1 - 1/H) max(t_compute, t_gossip) + 1/H max(t_compute, t_mean)
+
+Parallel, Local and Gossip SGD are its cases H = 1, t_gossip = 0 and H = infinity. Where a step of DDP was measured, that is Parallel SGD's,
+since DDP has its own overlap.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rumor.algorithm import GossipPGA, gossip_pga, gossip_sgd, local_sgd, parallel_sgd
+from rumor.cost.network import TOPOLOGIES, Network, Workload, degree, kind
+from rumor.schedule import check_whole
+from rumor.theory import transient_stage
+from rumor.topology import Topology
+
+GLOBAL_SHARE = 0.10  # what global rounds may add to a gossip step before a longer period is worth its longer transient stage
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One method on one topology.
+
+    Attributes:
+        method: "Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-AGA" (one row for each end of its range) or "OSGP".
+        topology: as the command line writes it; None where no one gossips.
+        H: steps from one global round to the next; None where there is none.
+        seconds: of a step without overlap; Parallel SGD's as DDP runs it, where that was measured.
+        seconds_overlapped: of a step whose messages travel while the next one computes (DDP's buckets for Parallel SGD, delay=1 for
+            the others), if all of the smaller part is hidden: a lower bound.
+        bytes: that the busiest node sends in a step, on average; an all-reduce counts as the ring's 2 (n - 1)/n of the model.
+        hours: of the workload's steps, without overlap.
+        transient_stage, transient_stage_iid: steps before the method is as good as Parallel SGD, an order of magnitude (constants are
+            left out: compare them with one another, not with steps); None where the theory has no word on it.
+        note: what a reader should know of these figures.
+    """
+
+    method: str
+    topology: str | None
+    H: int | None
+    seconds: float
+    seconds_overlapped: float
+    bytes: float
+    hours: float
+    transient_stage: float | None
+    transient_stage_iid: float | None
+    note: str | None = None
+
+
+def period_for(compute: float, gossip: float, mean: float, share: float = GLOBAL_SHARE) -> int:
+    """The smallest H at which global rounds add at most `share` to a step of gossip.
+
+        H = ceil( (t_mean - t_gossip) / (share (t_compute + t_gossip)) ),  at least 1
+
+    >>> period_for(0.146, 0.150, 0.278), period_for(0.445, 0.5665, 1.4688)  # ResNet-50 and BERT-Large in the paper, which uses 6
+    (5, 9)
+    """
+    step = compute + gossip
+    if mean <= gossip:
+        return 1
+    return max(1, math.ceil((mean - gossip) / (share * step) - 1e-9)) if step > 0 else 2**31
+
+
+def predict(
+    n: int,
+    workload: Workload,
+    network: Network,
+    *,
+    H: int | None = None,
+    H_init: int = 4,
+    H_max: int = 64,
+    topologies: Sequence[Topology] | None = None,
+) -> list[Prediction]:
+    """Every method on every topology.
+
+    Args:
+        n: number of nodes.
+        H: the period of Gossip-PGA and Local SGD; None takes `period_for` the topology whose gossip step is the quickest, but at least 2
+            (with 1 all rows would be Parallel SGD) and at most H_max.
+        H_init, H_max: the ends of Gossip-AGA's range.
+        topologies: those to look at, each for n nodes; None takes all of `TOPOLOGIES`.
+
+    >>> from rumor.cost import Measured
+    >>> rows = predict(32, Workload(25_500_000, 0.146, steps=18_768), Measured(0.278, {"one-peer-exponential": 0.150}), H=6)
+    >>> [(row.method, round(row.hours, 2)) for row in rows[:4]]
+    [('Parallel SGD', 2.21), ('Local SGD', 1.0), ('Gossip SGD', 1.54), ('Gossip-PGA', 1.65)]
+    """
+    for name, value in (("n", n), ("H_init", H_init), ("H_max", H_max), *((("H", H),) if H is not None else ())):
+        check_whole(name, value, 1)
+    if H_max < H_init:
+        raise ValueError(f"H_init={H_init} is above H_max={H_max}, the longest period allowed: raise H_max")
+    times = _Times(n, workload, network)
+    given = [build(n) for build in TOPOLOGIES.values()] if topologies is None else topologies
+    for topology in given:
+        if topology.n != n:
+            raise ValueError(f"{topology} is for n={topology.n} nodes, but n={n} are planned for")
+    if H is None:
+        H = min(H_max, max([2, *(times.period(topology) for topology in sorted(given, key=times.gossip)[:1])]))
+    rows = [times.row("Parallel SGD", parallel_sgd(n), 1), times.row("Local SGD", local_sgd(n, H), H)]
+    for topology in given:
+        rows.append(times.row("Gossip SGD", gossip_sgd(topology), None))
+        rows.append(times.row("Gossip-PGA", gossip_pga(topology, H), H))
+        rows.extend(times.row("Gossip-AGA", gossip_pga(topology, end), end) for end in (H_init, H_max))
+        rows.append(times.row("OSGP", gossip_sgd(topology), None))
+    return rows
+
+
+class _Times:
+    """The seconds of one workload on one network."""
+
+    def __init__(self, n: int, workload: Workload, network: Network):
+        self.n, self.workload, self.network = n, workload, network
+        self.mean = network.all_reduce(n, workload.bytes) if n > 1 else 0.0
+        self.mean_copies = 2 * (n - 1) / n  # of the model, that a node sends in an all-reduce
+
+    def gossip(self, topology: Topology) -> tuple[float, float]:
+        """Seconds of a step, and copies of the model that the busiest node sends in it."""
+        if topology.is_complete and self.n > 2:
+            return self.mean, self.mean_copies  # the engine takes an all-reduce where W = 11'/n
+        return (self.network.gossip(topology, self.workload.bytes), degree(topology)) if topology.has_links else (0.0, 0.0)
+
+    def period(self, topology: Topology) -> int:
+        return period_for(self.workload.compute, self.gossip(topology)[0], self.mean)
+
+    def row(self, method: str, algorithm: GossipPGA, H: int | None) -> Prediction:
+        compute, share = self.workload.compute, 0.0 if H is None else 1 / H  # of the steps that are global
+        gossip, copies = self.gossip(algorithm.topology)
+        seconds = (1 - share) * (compute + gossip) + share * (compute + self.mean)
+        overlapped = (1 - share) * max(compute, gossip) + share * max(compute, self.mean)
+        ddp = self.network.ddp() if self.n > 1 else None
+        if method == "Parallel SGD" and ddp is not None:
+            seconds = overlapped = compute + ddp
+        has_neighbors = method not in ("Parallel SGD", "Local SGD")
+        return Prediction(
+            method,
+            topology=kind(algorithm.topology) if has_neighbors else None,
+            H=H,
+            seconds=seconds,
+            seconds_overlapped=overlapped,
+            bytes=((1 - share) * copies + share * self.mean_copies) * self.workload.bytes,
+            hours=seconds * self.workload.steps / 3600,
+            transient_stage=None if method == "OSGP" else transient_stage(algorithm),
+            transient_stage_iid=None if method == "OSGP" else transient_stage(algorithm, iid=True),
+            note=self.network.note(algorithm.topology) if has_neighbors else None,
+        )

@@ -1,0 +1,123 @@
+"""Pictures with matplotlib, which `pip install 'rumor[plots]'` brings; nothing else in Rumor needs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rumor.cost import Prediction
+from rumor.drawing import MOST_LINKS, NUMBERED_UP_TO, links, positions
+from rumor.matrix import Array
+from rumor.topology import Topology
+
+if TYPE_CHECKING:
+    from rumor.cli.topology import Constants
+
+BLACK, ORANGE, SKY, GREEN, VERMILION = "#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00"  # Okabe and Ito's, safe for the colour-blind
+FORMATS = (".png", ".svg", ".pdf")
+
+
+def _pyplot(path: str) -> Any:
+    if Path(path).suffix not in FORMATS:
+        raise ValueError(f"--out {path}: a picture is a {', '.join(FORMATS)} file")
+    try:
+        import matplotlib
+    except ImportError:
+        raise ImportError("pictures need matplotlib: pip install 'rumor[plots]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: str) -> None:
+    """Aside, then renamed."""
+    aside = Path(path).with_name(f".{os.getpid()}.{Path(path).name}")
+    try:
+        figure.savefig(aside, dpi=160, bbox_inches="tight")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def draw_topology(topology: Topology, values: Array | None, over_H: Sequence[Constants], path: str) -> None:
+    """The graph, its spectrum (`values`), and C_beta and D_beta over H."""
+    pyplot = _pyplot(path)
+    figure, (graph, eigenvalues, periods) = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
+    figure.suptitle(f"{topology.name}: beta = {topology.beta:.5f}")
+    _draw_graph(graph, topology)
+    _draw_spectrum(eigenvalues, topology, values)
+    _draw_constants(periods, over_H)
+    _save(figure, path)
+    pyplot.close(figure)
+
+
+def _draw_graph(axes: Any, topology: Topology) -> None:
+    from matplotlib.collections import LineCollection
+
+    at, pairs = positions(topology), links(topology)
+    axes.set_aspect("equal")
+    axes.axis("off")
+    axes.invert_yaxis()
+    title = f"{len(pairs):,} links"
+    if len(pairs) <= MOST_LINKS:
+        axes.add_collection(LineCollection(list(at[pairs]), colors=SKY, linewidths=1.4 if len(pairs) < 200 else 0.4, zorder=1))
+    else:
+        title += ", too many to draw"
+    title += "; ends meet" if topology.name.startswith("torus") else ""
+    is_small = topology.n <= NUMBERED_UP_TO
+    axes.scatter(*at.T, s=170 if is_small else 6, color="white" if is_small else BLACK, edgecolors=BLACK, zorder=2)
+    if is_small:
+        for i, (x, y) in enumerate(at):
+            axes.text(x, y, str(i), ha="center", va="center", fontsize=8, zorder=3)
+    axes.set_title(title)
+
+
+def _draw_spectrum(axes: Any, topology: Topology, values: Array | None) -> None:
+    axes.set_title(f"|eigenvalues| of {'a cycle of W' if topology.period > 1 else 'W'}")
+    axes.set(xlabel="number, largest first", ylim=(-0.03, 1.05))
+    if values is None:
+        axes.text(0.5, 0.5, f"left out for n = {topology.n:,}", transform=axes.transAxes, ha="center")
+    else:
+        axes.plot(np.arange(1, len(values) + 1), values, "o" if len(values) <= 100 else "-", color=VERMILION, markersize=4)
+    axes.grid(alpha=0.3)
+
+
+def _draw_constants(axes: Any, over_H: Sequence[Constants]) -> None:
+    *finite, gossip = over_H
+    H = [row.H for row in finite]
+    for values, without, name, color, mark in (
+        ([row.C for row in finite], gossip.C, "C_beta", GREEN, "o-"),
+        ([row.D for row in finite], gossip.D, "D_beta", ORANGE, "s--"),  # dashed and hollow: the two may coincide
+    ):
+        hollow = "none" if "--" in mark else color
+        axes.plot(H, values, mark, color=color, markerfacecolor=hollow, markersize=6, label=f"{name} ({without:.3g} at H = inf)")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:g}")
+    axes.set(xlabel="H", title="C_beta and D_beta")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def draw_plan(rows: Sequence[Prediction], compute: float, title: str, path: str) -> None:
+    """Seconds of a step without overlap: computing, then communication."""
+    pyplot = _pyplot(path)
+    shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # whose times lie between those of the others
+    names = [f"{row.method}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
+    figure, axes = pyplot.subplots(figsize=(8.5, 1.4 + 0.27 * len(shown)), layout="constrained")
+    axes.barh(names, [1e3 * compute] * len(shown), color=SKY, label="computing")
+    axes.barh(
+        names, [1e3 * (row.seconds - compute) for row in shown], left=1e3 * compute, color=VERMILION, label="communication, not overlapped"
+    )
+    axes.invert_yaxis()
+    axes.set(xlabel="ms a step", title=title)
+    axes.grid(axis="x", alpha=0.3)
+    figure.legend(loc="outside lower right", ncols=2, frameon=False)
+    _save(figure, path)
+    pyplot.close(figure)

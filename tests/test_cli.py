@@ -1,0 +1,230 @@
+"""The command line: tables for people, JSON for programs, one line for what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rumor
+from rumor.cli import main, units
+from rumor.cost import TOPOLOGIES
+
+ROOT = Path(__file__).parent.parent
+Run = Callable[[str], tuple[int, str, str]]
+LINK = "--parameters 25.5M --compute 146ms --bandwidth 10Gbit/s --latency 50us"
+TIMES = "--parameters 25.5M --compute 146ms --all-reduce 278ms --gossip 150ms"
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """(exit code, stdout, stderr) of a command line."""
+
+    def call(line: str) -> tuple[int, str, str]:
+        try:
+            code: Any = main(line.split())
+        except SystemExit as end:  # argparse's own
+            code = end.code
+        said = capsys.readouterr()
+        return int(code or 0), said.out, said.err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (units.bandwidth, "25Gbit/s", 3.125e9),
+        (units.bandwidth, "3.125GB/s", 3.125e9),
+        (units.bandwidth, "500 Mbit/s", 62.5e6),
+        (units.bandwidth, "1MiB/s", 2**20),
+        (units.bandwidth, "3125000000", 3.125e9),
+        (units.seconds, "146ms", 0.146),
+        (units.seconds, "50us", 50e-6),
+        (units.seconds, "50µs", 50e-6),
+        (units.seconds, "1e-3", 1e-3),
+        (units.seconds, "2min", 120.0),
+        (units.count, "25.5M", 25_500_000),
+        (units.count, "7B", 7_000_000_000),
+        (units.count, "18,768", 18_768),
+        (units.count, "1e3", 1000),
+    ],
+)
+def test_units(parse: Callable[[str], float], text: str, value: float) -> None:
+    assert parse(text) == pytest.approx(value, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"plan -n 0 {LINK}", "-n must be a whole number >= 1 (and at most 100,000), got 0"),
+        (f"plan -n -4 {LINK}", "got -4"),
+        (f"plan -n 2.5 {LINK}", "not a whole number"),
+        (f"plan {LINK}", "how many nodes"),
+        (f"plan -n 32 {LINK.replace('10Gbit', '-10Gbit')}", "bandwidth must be finite and positive, in bytes/s"),
+        (f"plan -n 32 {LINK.replace('10Gbit/s', '0')}", "bandwidth must be finite and positive"),
+        (f"plan -n 32 {LINK.replace('10Gbit/s', '10Gb/s')}", "write 25Gbit/s (bits) or 3.1GB/s (bytes)"),
+        (f"plan -n 32 {LINK.replace('50us', '-50us')}", "latency must be finite and not negative"),
+        (f"plan -n 32 {LINK} --all-reduce 1s --gossip 1s", "given twice"),
+        ("plan -n 32 --parameters 1M --compute 1ms", "how fast is the network"),
+        ("plan -n 32 --parameters 1M --bandwidth 1GB/s", "how long does a step compute"),
+        ("plan -n 32 --compute 1ms --bandwidth 1GB/s", "how large is the model"),
+        ("plan -n 32 --compute 1ms --parameters 1M --latency 1ms", "needs --bandwidth"),
+        ("plan -n 32 --compute 1ms --parameters 1M --all-reduce 1ms", "come in pairs"),
+        (f"plan -n 32 {TIMES} --gossip hypercube=1ms", "no topology 'hypercube'"),
+        (f"plan -n 32 {TIMES} --period 0", "H must be a whole number >= 1"),
+        (f"plan -n 32 {TIMES} --out picture.txt", "a picture is a .png, .svg, .pdf file"),
+        (f"plan -n 32 {LINK} --ddp 1s", "--ddp is a measured time"),
+        ("plan --paper bert -n 4", "leave out --nodes"),
+        ("plan --paper gpt", "invalid choice: 'gpt'"),
+        ("plan --probe nowhere.json", "nowhere.json"),
+        ("plan --probe pyproject.toml", "not a file that this version's `rumor probe` wrote"),
+        ("plan -n 4 --model nowhere.py:build --compute 1s --bandwidth 1GB/s", "there is no file nowhere.py"),
+        ("topology hypercube -n 8", "no topology 'hypercube': choose from"),
+        ("topology ring -n 0", "n >= 1 nodes"),
+        ("topology ring -n 1e9", "at most 100,000"),
+        ("topology ring", "required: -n"),
+        ("topology complete -n 10000", "n^2 links"),
+        ("probe", "torchrun --standalone --nproc-per-node 4 -m rumor probe"),
+        ("frobnicate", "invalid choice"),
+        ("plan --bandwith 3", "unrecognized arguments: --bandwith"),
+    ],
+)
+def test_wrong_input_ends_with_one_line_and_exit_code_2(run: Run, line: str, said: str) -> None:
+    code, out, error = run(line)
+    assert code == 2
+    assert out == ""
+    assert said in error
+    assert re.fullmatch(r"rumor( \w+)?: error: [^\n]+\n", error), error
+
+
+def test_the_table_shows_what_the_json_holds(run: Run) -> None:
+    code, page, _ = run(f"plan -n 32 {TIMES} --steps 18768 --period 6")
+    found = json.loads(run(f"plan -n 32 {TIMES} --steps 18768 --period 6 --json")[1])
+    assert code == 0
+    assert found["recommendation"]["call"] in page
+    rows = found["predictions"]
+    assert {row["topology"] for row in rows} == {None, *TOPOLOGIES}
+    assert {row["method"] for row in rows} == {"Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-AGA", "OSGP"}
+    lines = [line for line in page.splitlines() if re.search(r"(SGD|PGA|AGA|OSGP) +(\d+|-) ", line)]
+    assert len(lines) == len(rows)
+    for line, row in zip(lines, rows, strict=True):
+        assert row["method"] in line
+        assert f" {row['hours']:.2f} " in line
+        assert units.show_seconds(row["seconds"]) in line
+        assert units.show_bytes(row["bytes"]) in line
+    assert [round(row["hours"], 2) for row in rows[:4]] == [2.21, 1.0, 1.54, 1.65]
+
+
+def test_iid_data_have_their_own_transient_stage(run: Run) -> None:
+    rows = json.loads(run(f"plan -n 20 {LINK} --json")[1])["predictions"]
+    ring = next(row for row in rows if (row["method"], row["topology"]) == ("Gossip SGD", "ring"))
+    assert f"{ring['transient_stage']:.1e}" in run(f"plan -n 20 {LINK}")[1]
+    assert f"{ring['transient_stage_iid']:.1e}" in run(f"plan -n 20 {LINK} --iid")[1]
+    assert ring["transient_stage"] > ring["transient_stage_iid"]
+
+
+def test_a_fast_link_is_for_parallel_sgd(run: Run) -> None:
+    said = run("plan -n 32 --parameters 25.5M --compute 146ms --bandwidth 400Gbit/s --latency 5us")[1]
+    assert "Take Parallel SGD: rumor.parallel_sgd(32)" in said
+
+
+@pytest.mark.parametrize(("name", "hours"), [("resnet50", ["2.21", "1.65", "11.40"]), ("bert", ["59.86", "36.34", "64.73"])])
+def test_the_paper_s_tables(run: Run, name: str, hours: list[str]) -> None:
+    code, page, _ = run(f"plan --paper {name}")
+    found = json.loads(run(f"plan --paper {name} --json")[1])
+    assert code == 0
+    assert all(number in page for number in hours)
+    assert "Gossip-AGA can't be derived" in page
+    assert all(row["predicted"] is None or abs(row["deviation"]) < 0.08 for row in found["rows"])
+    assert ("scaling" in found) == (name == "resnet50")
+
+
+def test_a_model_gives_its_own_size(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\ndef build():\n    return torch.nn.Linear(99, 10)\n")
+    found = json.loads(run(f"plan -n 4 --model {tmp_path}/mine.py:build --compute 1ms --bandwidth 1GB/s --json")[1])
+    assert found["workload"]["parameters"] == 1000
+    code, _, error = run(f"plan -n 4 --model {tmp_path}/mine.py:other --compute 1ms --bandwidth 1GB/s")
+    assert code == 2
+    assert "has no function other" in error
+
+
+@pytest.mark.parametrize(
+    "name", ["ring", "grid", "torus", "exponential", "one_peer_exponential", "one-peer-exponential", "complete", "isolated"]
+)
+@pytest.mark.parametrize("n", [1, 2, 12])
+def test_a_page_for_every_topology(run: Run, name: str, n: int) -> None:
+    code, page, _ = run(f"topology {name} -n {n}")
+    topology = getattr(rumor, name.replace("-", "_"))(n)
+    assert code == 0
+    assert f"beta {topology.beta:.5f}" in page
+    assert page.rstrip().splitlines()[-1].split()[0] == "inf"
+    found = json.loads(run(f"topology {name} -n {n} --json")[1])
+    assert found["beta"] == topology.beta
+    assert len(found["spectrum"]) == n
+    assert found["spectrum"][0] == pytest.approx(1)
+
+
+def test_constants_over_H_are_those_of_the_theory(run: Run) -> None:
+    ring = rumor.ring(20)
+    found = json.loads(run("topology ring -n 20 --json")[1])
+    assert found["spectrum"][1] == pytest.approx(ring.beta)
+    assert found["links"] == 20
+    assert [row["H"] for row in found["over_H"]] == [1, 2, 4, 8, 16, 32, 64, None]
+    for row in found["over_H"][1:]:
+        H = math.inf if row["H"] is None else row["H"]
+        assert row["C"] == pytest.approx(rumor.theory.C_beta(ring.beta, H))
+        assert row["D"] == pytest.approx(rumor.theory.D_beta(ring.beta, H))
+    assert found["over_H"][4]["transient_stage"] == pytest.approx(rumor.theory.transient_stage(rumor.gossip_pga(ring, 16)))
+
+
+def test_ten_thousand_nodes_leave_out_what_would_take_long(run: Run) -> None:
+    page = run("topology grid -n 10000")[1]
+    assert "too many for a picture" in page
+    assert "left out above" in page
+    assert json.loads(run("topology grid -n 10000 --json")[1])["spectrum"] is None
+    assert len(json.loads(run("topology ring -n 10000 --json")[1])["spectrum"]) == 10_000
+
+
+def test_pictures(run: Run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert run(f"topology torus -n 12 --out {tmp_path}/torus.png")[0] == 0
+    assert run(f"topology grid -n 2000 --out {tmp_path}/grid.svg")[0] == 0
+    assert run(f"plan -n 32 {TIMES} --out {tmp_path}/plan.png")[0] == 0
+    assert (tmp_path / "torus.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["grid.svg", "plan.png", "torus.png"]
+
+
+def test_without_matplotlib_one_line_says_what_to_install(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, error = run(f"topology ring -n 8 --out {tmp_path}/ring.png")
+    assert code == 2
+    assert error == "rumor topology: error: pictures need matplotlib: pip install 'rumor[plots]'\n"
+
+
+def test_python_dash_m_rumor() -> None:
+    done = subprocess.run([sys.executable, "-m", "rumor", "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"rumor {rumor.__version__}\n")
+
+
+def test_the_planning_page_shows_what_the_commands_print(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    blocks = re.findall(r"```console\n\$ rumor (.*?)\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), re.S)
+    assert len(blocks) >= 6
+    for line, shown in blocks:
+        code, printed, _ = run(line)
+        pattern = re.escape(shown.strip()).replace(re.escape("..."), "(?s:.*)")
+        assert code == 0
+        assert re.fullmatch(pattern, printed.strip()), f"rumor {line} prints\n{printed}"
+
+
+def test_the_planning_page_s_python_runs() -> None:
+    (block,) = re.findall(r"```python\n(from rumor.cost.*?)```", (ROOT / "docs" / "planning.md").read_text(), re.S)
+    exec(block, {})

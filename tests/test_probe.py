@@ -1,0 +1,149 @@
+"""`rumor probe` on real processes, and `rumor plan` on what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rumor.cli import main
+from rumor.cost import TOPOLOGIES
+from rumor.probe import Probe, Timing
+
+MODEL = """
+import os, time, torch
+
+def build():
+    model = torch.nn.Linear(400, 50)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    def step():
+        opt.zero_grad()
+        model(torch.randn(8, 400)).square().mean().backward()
+        opt.step()
+    return model, step
+
+def stuck_on_one_rank():
+    model, step = build()
+    steps = []
+    def stuck():
+        steps.append(step())
+        if os.environ["RANK"] == "1" and len(steps) > 5:
+            time.sleep(1000)
+    return model, stuck
+
+def broken_on_one_rank():
+    if os.environ["RANK"] == "1":
+        raise FileNotFoundError("no data here")
+    return build()
+"""
+
+
+def probe(n: int, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "-m", "rumor", "probe"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run([*torchrun, *arguments], cwd=folder, capture_output=True, text=True, timeout=90, env=environment)
+
+
+def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = probe(4, ["--parameters", "50k", "--batch", "4", "--repeats", "3", "--out", "found.json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "a stand-in: --model times your own" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["n"], found["backend"], found["device"], found["bytes_per_parameter"]) == (4, "gloo", "cpu", 4)
+    assert found["parameters"] == pytest.approx(50_000, rel=0.02)
+    assert set(found["gossip"]) == set(TOPOLOGIES)
+    for timing in (found["compute"], found["ddp"], found["all_reduce"], found["small_gossip"], *found["gossip"].values()):
+        assert 0 < timing["fastest"] <= timing["median"] <= timing["slowest"] < 10
+    assert found["bandwidth"] > 0
+    assert found["latency"] == found["small_gossip"]["median"]
+
+    def plan(more: str) -> dict[str, dict[str, float]]:
+        assert main(["plan", "--probe", str(tmp_path / "found.json"), "--json", *more.split()]) == 0
+        return dict(json.loads(capsys.readouterr().out))
+
+    seen = plan("")
+    assert seen["network"]["kind"] == "measured"
+    assert seen["workload"]["compute"] == found["compute"]["median"]
+    assert seen["network"]["ddp_seconds"] == max(0, found["ddp"]["median"] - found["compute"]["median"])
+    assert plan("-n 64")["network"] == {"kind": "link", "bandwidth": found["bandwidth"], "latency": found["latency"]}
+    assert plan("--bandwidth 1Mbit/s")["recommendation"]["method"] == "Gossip-PGA"
+    assert plan("--compute 100s --bandwidth 400Gbit/s")["recommendation"]["method"] == "Parallel SGD"
+
+
+def test_a_model_of_one_s_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = probe(2, ["--model", "mine.py:build", "--repeats", "2", "--json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found == json.loads((tmp_path / "probe.json").read_text())
+    assert (found["n"], found["parameters"], found["model"], found["is_stand_in"]) == (2, 20_050, "mine.py:build", False)
+    assert found["ddp"] is None  # step() takes no model
+
+
+def test_an_error_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = probe(2, ["--model", "mine.py:broken_on_one_rank"], tmp_path)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "rumor probe: error" in line]
+    assert len(lines) == 1
+    assert "rank 1" in lines[0]
+    assert "FileNotFoundError: no data here" in lines[0]
+    assert not (tmp_path / "probe.json").exists()
+
+
+def test_a_rank_that_is_stuck_ends_all_at_the_time_out(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = probe(2, ["--model", "mine.py:stuck_on_one_rank", "--timeout", "2s"], tmp_path)
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "rumor probe: error" in line]
+    assert len(lines) == 1
+    assert "rank 0 of 2 lost touch" in lines[0]
+
+
+def a_probe(small: float = 0.001) -> Probe:
+    def timing(seconds: float) -> Timing:
+        return Timing(seconds, 0.9 * seconds, 1.1 * seconds)
+
+    return Probe(
+        n=4,
+        parameters=1002,
+        bytes_per_parameter=4.0,
+        model="x",
+        is_stand_in=True,
+        backend="gloo",
+        device="cpu",
+        torch="2",
+        repeats=3,
+        compute=timing(1),
+        ddp=None,
+        all_reduce=timing(0.02),
+        gossip={"one-peer-exponential": timing(0.011)},
+        small_gossip=timing(small),
+        small_all_reduce=timing(0.006),
+        large_gossip=timing(0.011),
+        large_bytes=4008.0,
+    )
+
+
+def test_the_link_comes_from_a_small_and_a_large_model(tmp_path: Path) -> None:
+    link = a_probe().link()
+    assert (link.bandwidth, link.latency) == (pytest.approx(4000 / 0.010), 0.001)
+    a_probe().write(tmp_path / "probe.json")
+    assert Probe.read(tmp_path / "probe.json") == a_probe()
+    a_probe(small=0.02).write(tmp_path / "noisy.json")
+    assert json.loads((tmp_path / "noisy.json").read_text())["bandwidth"] is None
+    with pytest.raises(ValueError, match="took no longer than one of 8"):
+        a_probe(small=0.02).link()
+
+
+@pytest.mark.parametrize("change", [{"format": 2}, {"n": None, "surprise": 1}, {"compute": 3}])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
+    a_probe().write(tmp_path / "probe.json")
+    (tmp_path / "probe.json").write_text(json.dumps({**json.loads((tmp_path / "probe.json").read_text()), **change}))
+    with pytest.raises(ValueError, match="run it again"):
+        Probe.read(tmp_path / "probe.json")
