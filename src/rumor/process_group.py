@@ -165,11 +165,11 @@ class ProcessGroup:
         if key not in self._links:
             if topology.n != self.n:
                 raise ValueError(f"{topology} is for n={topology.n} nodes, but the group has {self.n}")
-            hears = [(j, dist.get_global_rank(self.group, j), w) for j, w in topology.neighbors(self.rank, k).items()]
-            pushes = topology.sends_to(self.rank, k)
+            pulls, pushes = topology.neighbors(self.rank, k), topology.sends_to(self.rank, k)
+            hears = [(j, dist.get_global_rank(self.group, j), w) for j, w in pulls.items()]
             tells = [dist.get_global_rank(self.group, j) for j in pushes]
             own = topology.self_weight(self.rank, k)
-            lost = [sum(w - rounded(w) for w in weights) for weights in (topology.neighbors(self.rank, k).values(), pushes.values())]
+            lost = [sum(w - rounded(w) for w in weights) for weights in (pulls.values(), pushes.values())]
             self._links[key] = _Links(hears, tells, own, own + lost[0], own + lost[1])
         return self._links[key]
 
@@ -318,15 +318,15 @@ class _Mean(Pending):
         return Mixed(total.payload, total.scalars(self.scalars).double() / engine.n if self.scalars else NO_SCALARS)
 
 
-def unwrap(model: torch.nn.Module, group: Group | None, local_group: Group | None) -> torch.nn.Module:
-    """The module to average; refuses one whose gradients DDP already averages over all nodes."""
+def check_model(model: torch.nn.Module, group: Group | None, local_group: Group | None) -> None:
+    """Refuses what can't be averaged, such as a module whose gradients DDP already averages over all nodes."""
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"the model comes first and must be a torch.nn.Module, got {type(model).__name__}")
     if local_group is not None and group is None:
         raise ValueError("local_group= (the ranks inside this node) needs group= too: one rank of each node, this one among them")
     inner = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     if inner is None:
-        return model
+        return
     inside = dist.get_process_group_ranks(local_group) if local_group is not None else [dist.get_rank()]
     ddp = dist.get_process_group_ranks(inner.process_group)
     if not set(ddp) <= set(inside):
@@ -335,7 +335,6 @@ def unwrap(model: torch.nn.Module, group: Group | None, local_group: Group | Non
             "train the plain module and hand that to the Averager. Only inside a node of several GPUs may DDP stay, with local_group= the "
             "group that it is over"
         )
-    return model
 
 
 @contextmanager
