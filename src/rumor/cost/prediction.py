@@ -53,6 +53,11 @@ class Prediction:
     transient_stage_iid: float | None
     note: str | None = None
 
+    def stage(self, iid: bool = False) -> float:
+        """The transient stage; infinite where the theory has no word on it."""
+        stage = self.transient_stage_iid if iid else self.transient_stage
+        return math.inf if stage is None else stage
+
 
 def period_for(compute: float, gossip: float, mean: float, share: float = GLOBAL_SHARE) -> int:
     """The smallest H at which global rounds add at most `share` to a step of gossip.
