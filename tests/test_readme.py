@@ -35,6 +35,16 @@ def test_other_blocks(tmp_path: Path) -> None:
         assert run([sys.executable, "block.py"], tmp_path)
 
 
+def test_the_planning_commands(tmp_path: Path) -> None:
+    (block,) = [block for block in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "rumor plan" in block]
+    commands = [line.split("#")[0].split() for line in block.splitlines()]
+    assert [command[0] for command in commands] == ["torchrun", "rumor", "rumor", "rumor"]
+    for name, *arguments in commands:
+        module = "torch.distributed.run" if name == "torchrun" else "rumor"
+        assert run([sys.executable, "-m", module, *arguments], tmp_path)
+    assert (tmp_path / "probe.json").exists()
+
+
 def test_the_demo_prints_its_table(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     said = run([*torchrun, str(ROOT / "examples" / "digits.py"), "--steps", "60"], tmp_path)
