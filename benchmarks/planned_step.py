@@ -1,0 +1,69 @@
+"""Does a plan hold? Times whole training steps of examples/model_to_plan.py on the network that the plan was made for, all taking turns:
+computing alone, DDP, and Gossip-PGA over the one-peer exponential graph without and with overlap.
+
+    torchrun ... benchmarks/planned_step.py --H 4 --out FILE.json          # on every node, as `rumor probe` was started
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import rumor
+from measure import machine, save
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from model_to_plan import build
+
+
+def contestants(n: int, H: int) -> dict[str, Callable[[], object]]:
+    """One training step of each, on a model of its own."""
+    _, alone = build()
+    wrapped, ddp_step = build()
+    ddp = DistributedDataParallel(wrapped)
+    steps: dict[str, Callable[[], object]] = {"computing alone": alone, "DDP": lambda: ddp_step(ddp)}
+    for delay in (0, 1):
+        model, step = build()
+        averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential(n), H, delay=delay))
+        steps[f"Gossip-PGA, delay={delay}"] = lambda step=step, averager=averager: (step(), averager.step())  # type: ignore[misc]
+    return steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--H", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=10, help="turns, each of 3 periods")
+    parser.add_argument("--out", type=Path, default=Path("planned-step.json"))
+    options = parser.parse_args()
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    times: dict[str, list[float]] = {}
+    steps = contestants(dist.get_world_size(), options.H)
+    for turn in range(options.repeats + 1):  # the first warms up
+        for name, step in steps.items():
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(3 * options.H):
+                step()
+            dist.barrier()
+            if turn:
+                times.setdefault(name, []).append((time.perf_counter() - began) / (3 * options.H))
+    if dist.get_rank() == 0:
+        found = {name: {"median": statistics.median(t), "fastest": min(t), "slowest": max(t)} for name, t in times.items()}
+        for name, spread in found.items():
+            print(f"{name:24} {1e3 * spread['median']:6.0f} ms   ({1e3 * spread['fastest']:.0f} to {1e3 * spread['slowest']:.0f})")
+        save(options.out, {"machine": machine(), "n": dist.get_world_size(), "H": options.H, "seconds": found})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
