@@ -1,7 +1,7 @@
 """What figure 1 of the logistic-regression study costs (3 sizes x 3 methods x 50 trials x 10,000 steps), measured in one run beside
 
 - the bytes that must move: a step of one method reads X and writes X, and all methods share the rows that were drawn;
-- the same steps as a bare vectorised torch loop without the engine (dense W, float64);
+- the same steps as a bare vectorised torch loop without the engine (the ring as two rolls, float64);
 - the same steps as plain Python loops over trials and nodes, on numpy vectors: a fraction of them, scaled up.
 
     make bench            writes benchmarks/results/convex.json
@@ -53,12 +53,11 @@ def samples(problem: Problem, steps: int) -> torch.Tensor:
 
 
 class Bare:
-    """Parallel, Gossip and Gossip-PGA with a dense W and nothing of Rumor: the least that torch needs."""
+    """Parallel, Gossip and Gossip-PGA on a ring, with nothing of Rumor: what one would write for just these three."""
 
     def __init__(self, problem: Problem):
         self.rows, self.n, self.k = problem.all_rows, problem.n, 0
         self.first_row = torch.arange(problem.n) * problem.rows.shape[1]
-        self.W = rumor.ring(problem.n).W()
         self.X = torch.zeros(METHODS, TRIALS, problem.n, problem.d, dtype=torch.float64)
 
     def step(self, sample: torch.Tensor, lr: float) -> None:
@@ -66,8 +65,11 @@ class Bare:
         X += lr * torch.sigmoid(-(X * rows).sum(-1, keepdim=True)) * rows
         self.k += 1
         X[0] = X[0].mean(-2, keepdim=True)
-        X[1] = self.W @ X[1]
-        X[2] = X[2].mean(-2, keepdim=True) if self.k % figures.H_PAPER == 0 else self.W @ X[2]
+        X[1] = self.gossip(X[1])
+        X[2] = X[2].mean(-2, keepdim=True) if self.k % figures.H_PAPER == 0 else self.gossip(X[2])
+
+    def gossip(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + x.roll(1, -2) + x.roll(-1, -2)) / 3
 
 
 def per_step(n: int, steps: int = 400) -> dict[str, Any]:

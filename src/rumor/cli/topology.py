@@ -138,7 +138,7 @@ def _chart(topology: Topology, values: Array | None) -> list[str]:
 
 def _bar(share: float, width: int = 40) -> str:
     eighths = round(8 * width * share)
-    return "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8] if eighths else ""
+    return "█" * (eighths // 8) + ["", *"▏▎▍▌▋▊▉"][eighths % 8] + " " if eighths else ""
 
 
 def _table(over_H: list[Constants], iid: bool) -> str:
