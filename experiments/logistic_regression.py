@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -51,29 +52,41 @@ def main(arguments: list[str] | None = None) -> None:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--figure", nargs="+", default=list(figures.THE_PAPERS), choices=list(figures.FIGURES), help="which to make")
-    parser.add_argument("--n", type=int, nargs="+", help="only panels of these sizes (default: all)")
-    parser.add_argument("--trials", type=int, help=f"default: {TRIALS}, with --quick {QUICK_TRIALS}")
+    parser.add_argument("--n", type=int, nargs="+", help="only panels of these sizes, of all that are asked for")
+    parser.add_argument("--trials", type=int, help=f"{TRIALS} if not given, with --quick {QUICK_TRIALS}")
     parser.add_argument("--seeds", type=int, default=1, help="data sets; with more than one, figure-X-seeds.csv has the medians")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials; n = 20 only, but for figure 1")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials; of several figures only n = 20")
     parser.add_argument("--out", type=Path, default=Path("logistic-regression"), help="folder for results")
     parser.add_argument("--data", type=Path, help=f"folder of the real data: {', '.join(FILES.values())}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
     parser.add_argument("--jobs", type=int, default=cores(), help="processes, on a CPU")
     parser.add_argument("--no-pictures", action="store_true", help="tables and data only")
     options = parser.parse_args(arguments)
-    options.trials = options.trials or (QUICK_TRIALS if options.quick else TRIALS)
-    if options.trials < 2:
-        parser.error(f"--trials {options.trials}: at least 2 are needed, for a standard deviation")
+    check(options, parser)
+    return options
+
+
+def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """One clear line for what can't be, before anything is run."""
+    if options.trials is None:
+        options.trials = QUICK_TRIALS if options.quick else TRIALS
+    for name, least, why in (("trials", 2, ", for a standard deviation"), ("seeds", 1, ""), ("jobs", 1, "")):
+        if getattr(options, name) < least:
+            parser.error(f"--{name} {getattr(options, name)}: at least {least} needed{why}")
     for name in (name for name in options.figure if name in FILES):
         if options.data is None or not (options.data / FILES[name]).exists():
             parser.error(f"--figure {name} needs --data FOLDER with {FILES[name]} in it")
     for name in options.figure:
         sizes = sorted({panel.setting.n for panel in figures.FIGURES[name]})
-        if options.n and not set(options.n) & set(sizes):
-            parser.error(f"figure {name} has no panel for n = {options.n[0]}: it has {sizes}")
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        parser.error(f"--device {options.device}: torch sees no GPU here; --device cpu works everywhere")
-    return options
+        for n in options.n or ():
+            if n not in sizes:
+                parser.error(f"figure {name} has no panel for n = {n}: it has {', '.join(map(str, sizes))}")
+    if options.device != "cpu" and (options.device.split(":")[0] != "cuda" or not torch.cuda.is_available()):
+        parser.error(f"--device {options.device}: torch can't use that here; --device cpu works everywhere")
+    try:
+        (options.out / "runs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out}: {error.strerror}; give a folder that can be written to")
 
 
 def cores() -> int:
@@ -84,7 +97,7 @@ def cores() -> int:
 def wanted(setting: Setting, options: argparse.Namespace) -> bool:
     if options.n:
         return setting.n in options.n
-    return not options.quick or setting.n == 20 or (not setting.iid and len(options.figure) == 1)
+    return not options.quick or setting.n == 20 or len(options.figure) == 1
 
 
 class Job:
@@ -147,6 +160,10 @@ def _side_by_side(work: list[Job], workers: int, bar: tqdm) -> None:
                     bar.update(done.get())
                 for future in finished:
                     future.result()  # what went wrong in a worker goes on here
+        except BaseException:
+            for worker in multiprocessing.active_children():
+                worker.terminate()  # what it was at is lost, what is finished is on disk
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -154,6 +171,7 @@ def _side_by_side(work: list[Job], workers: int, bar: tqdm) -> None:
 def _start_worker(done: multiprocessing.Queue[int]) -> None:
     global _steps_done
     _steps_done = done
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent alone acts on it, and ends the others
     torch.set_num_threads(1)
 
 
@@ -175,7 +193,8 @@ def report(name: str, panels: list[Panel], stores: list[Store], options: argpars
         from logistic import pictures
 
         pictures.draw(name, panels, options.out)
-    print(f"\nwritten: {path.parent}/{path.stem}*")
+    print("\nT_tr_1, T_tr_025: the iteration from which the node error stays within 2 and 1.25 times that of Parallel SGD")
+    print(f"written: {path.parent}/{path.stem}*")
 
 
 if __name__ == "__main__":

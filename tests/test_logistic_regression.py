@@ -2,8 +2,11 @@
 
 import csv
 import lzma
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -251,16 +254,49 @@ def test_a_finished_run_is_not_run_again(panel: Path):
         (["--figure", "a9a"], "needs --data"),
         (["--figure", "2"], "invalid choice"),
         (["--n", "7", "--figure", "1"], "no panel for n"),
-        (["--device", "cuda"], "no GPU"),
+        (["--device", "cuda"], "can't use that here"),
+        (["--device", "abacus"], "can't use that here"),
+        (["--trials", "0"], "at least 2"),
+        (["--seeds", "0"], "at least 1"),
+        (["--jobs", "0"], "at least 1"),
+        (["--n", "20", "30", "--figure", "1"], "no panel for n = 30"),
     ],
 )
 def test_wrong_input_ends_with_one_line(arguments: list[str], says: str, tmp_path: Path):
     if arguments[-1] == "cuda" and torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
-    done = study(*arguments, "--out", str(tmp_path))
+    done = study("--out", str(tmp_path), *arguments)
     assert done.returncode == 2
     assert says in done.stderr.strip().splitlines()[-1]
     assert "Traceback" not in done.stderr
+
+
+def test_a_folder_that_cannot_be_is_refused_before_the_run(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    done = study("--figure", "1", "--n", "20", "--out", str(tmp_path / "file"))
+    assert done.returncode == 2
+    assert "give a folder" in done.stderr.strip().splitlines()[-1]
+
+
+def test_an_interrupt_ends_it_at_once_and_keeps_what_is_finished(tmp_path: Path):
+    command = [sys.executable, str(SCRIPT), "--figure", "1", "--trials", "50", "--jobs", "2", "--out", str(tmp_path), "--no-pictures"]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob("runs/*-50-*.npz")):  # n = 50 is done, n = 100 and n = 20 are not
+            assert time.monotonic() < deadline
+            assert running.poll() is None
+            time.sleep(0.05)
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to all of its processes
+        _, said = running.communicate(timeout=20)
+    finally:
+        if running.poll() is None:
+            os.killpg(running.pid, signal.SIGKILL)
+    assert running.returncode == 1
+    assert "goes on from the runs that are finished" in said
+    assert "Traceback" not in said
+    assert not list(tmp_path.glob("runs/*-100-*.npz"))
+    assert not list(tmp_path.glob("runs/*.tmp"))
 
 
 def test_the_pages_tables_are_those_of_the_data_files():

@@ -133,9 +133,9 @@ def run(
     samples = torch.randint(M, (steps, trials, n), generator=draw, dtype=torch.int16, device=device)
     lr = LR * 0.5 ** (torch.arange(steps, device=device) // HALVED_EVERY).double()
     walk = Walk(problem, algorithms, trials)
-    block = block_length(algorithms)
     replay, recorded, k = None, [], 0
     graphed = device.type == "cuda" and not walk.needs_loss
+    block = block_length(algorithms) if graphed else 10 * EVERY  # the bar moves once a block
     while k < steps:
         # with graphs, what does not fill a block goes first, step by step: it also warms up what a graph can't
         length = (steps % block or block) if graphed and k == 0 else min(block, steps - k)
