@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rumor.files import replacing
+
 
 def interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
     """Median seconds of each, taking turns, so that a slow moment of the machine hits all alike."""
@@ -31,8 +33,6 @@ def machine() -> dict[str, Any]:
 
 
 def save(out: Path, results: dict[str, Any]) -> None:
-    """As JSON, aside and then renamed."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    aside = out.with_suffix(".tmp")
-    aside.write_text(json.dumps(results, indent=1) + "\n")
-    aside.replace(out)
+    with replacing(out) as aside:
+        aside.write_text(json.dumps(results, indent=1) + "\n")

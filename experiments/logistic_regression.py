@@ -1,7 +1,7 @@
 """The paper's logistic-regression study (figures 1, 4, 5, 6, 7), and what we add to it.
 
 Expect Gossip-PGA to meet Parallel SGD long before Gossip SGD and Local SGD do, the more so the larger and sparser the network. Figure 1
-takes about ten seconds on two cores, all five a minute or two.
+takes about ten seconds on two cores, all five less than a minute.
 
     python experiments/logistic_regression.py --quick                              # a small version of everything, under 20 seconds
     python experiments/logistic_regression.py --figure 1                           # one figure, 50 trials
@@ -15,12 +15,15 @@ FOLDER/runs and not run again: stop it when you like, and start it again.
 from __future__ import annotations
 
 import argparse
+import lzma
 import multiprocessing
 import os
 import signal
 import sys
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
@@ -40,7 +43,8 @@ _steps_done: multiprocessing.Queue[int]  # of a worker: to tell the bar
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    stores = [Store(options.out, options.trials, seed, torch.device(options.device).type) for seed in range(options.seeds)]
+    sources = {name: f"-{L2}-{zlib.crc32(find(name, options.data).read_bytes()):08x}" for name in options.figure if name in FILES}
+    stores = [Store(options.out, options.trials, seed, torch.device(options.device).type, sources) for seed in range(options.seeds)]
     chosen = {name: [p for p in figures.FIGURES[name] if wanted(p.setting, options)] for name in options.figure}
     curves = figures.curves_of([panel for panels in chosen.values() for panel in panels])
     work = [job for store in stores for job in jobs(store, curves, options.data)]
@@ -55,7 +59,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--n", type=int, nargs="+", help="only panels of these sizes, of all that are asked for")
     parser.add_argument("--trials", type=int, help=f"{TRIALS} if not given, with --quick {QUICK_TRIALS}")
     parser.add_argument("--seeds", type=int, default=1, help="data sets; with more than one, figure-X-seeds.csv has the medians")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials; of several figures only n = 20")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials, and n = 20 only (figure 1 or 4 alone: all sizes)")
     parser.add_argument("--out", type=Path, default=Path("logistic-regression"), help="folder for results")
     parser.add_argument("--data", type=Path, help=f"folder of the real data: {', '.join(FILES.values())}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
@@ -74,8 +78,10 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         if getattr(options, name) < least:
             parser.error(f"--{name} {getattr(options, name)}: at least {least} needed{why}")
     for name in (name for name in options.figure if name in FILES):
-        if options.data is None or not (options.data / FILES[name]).exists():
-            parser.error(f"--figure {name} needs --data FOLDER with {FILES[name]} in it")
+        try:
+            find(name, options.data)
+        except FileNotFoundError as error:
+            parser.error(str(error))
     for name in options.figure:
         sizes = sorted({panel.setting.n for panel in figures.FIGURES[name]})
         for n in options.n or ():
@@ -89,6 +95,14 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
         parser.error(f"--out {options.out}: {error.strerror}; give a folder that can be written to")
 
 
+def find(name: str, folder: Path | None) -> Path:
+    """The file of a data set, in `folder` or below it."""
+    found = sorted(folder.rglob(FILES[name])) if folder is not None else []
+    if not found:
+        raise FileNotFoundError(f"--figure {name} needs --data FOLDER with {FILES[name]} in it")
+    return found[0]
+
+
 def cores() -> int:
     """Those that this process may use, where the system says so."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -97,7 +111,7 @@ def cores() -> int:
 def wanted(setting: Setting, options: argparse.Namespace) -> bool:
     if options.n:
         return setting.n in options.n
-    return not options.quick or setting.n == 20 or len(options.figure) == 1
+    return not options.quick or setting.n == 20 or options.figure in (["1"], ["4"])
 
 
 class Job:
@@ -107,10 +121,6 @@ class Job:
         self.store, self.setting, self.curves, self.data = store, setting, curves, data
 
     @property
-    def steps(self) -> int:
-        return STEPS
-
-    @property
     def size(self) -> int:
         return self.setting.n * len(self.curves) * (1 if self.setting.data == "synthetic" else 10)
 
@@ -118,8 +128,7 @@ class Job:
         setting, seed = self.setting, self.store.seed
         if setting.data == "synthetic":
             return synthetic(setting.n, setting.iid, seed)
-        assert self.data is not None
-        return from_libsvm(self.data / FILES[setting.data], setting.n, "iid" if setting.iid else "label", L2, seed)
+        return from_libsvm(find(setting.data, self.data), setting.n, "iid" if setting.iid else "label", L2, seed)
 
     def run(self, device: str, progress) -> None:  # type: ignore[no-untyped-def]
         problem = self.problem().to(device)
@@ -137,7 +146,7 @@ def jobs(store: Store, curves: list[Curve], data: Path | None) -> Iterator[Job]:
 def compute(work: list[Job], options: argparse.Namespace) -> None:
     """Every job, under one bar: on a GPU in turn; on a CPU side by side, one thread each (the tensors are too small to share)."""
     work = sorted(work, key=lambda job: -job.size)
-    with tqdm(total=sum(job.steps * job.size for job in work), unit_scale=True, unit=" node steps", disable=not work) as bar:
+    with tqdm(total=sum(STEPS * job.size for job in work), unit_scale=True, unit=" node steps", disable=not work) as bar:
         if options.device != "cpu" or min(options.jobs, len(work)) <= 1:
             for job in work:
                 bar.set_description(str(job.setting))
@@ -202,3 +211,6 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("stopped: the same command goes on from the runs that are finished")
+    except (OSError, ValueError, ArithmeticError, EOFError, lzma.LZMAError, BrokenProcessPool) as error:  # what a user can mend
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(2)

@@ -196,14 +196,14 @@ def nccl_path_never_waits_for_the_device_on_a_gossip_step() -> None:
 def the_convex_study_replayed_on_the_gpu_equals_the_cpu() -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
     from logistic.problem import synthetic
-    from logistic.run import HALVED_EVERY, LR, Walk, run
+    from logistic.run import Walk, learning_rates, run
 
     steps, problem = 1_500, synthetic(20, iid=False)
     algorithms = [rumor.parallel_sgd(20), rumor.gossip_sgd(rumor.exponential(20)), rumor.gossip_pga(rumor.one_peer_exponential(20), 6)]
     results = run(problem.to("cuda"), algorithms, trials=4, steps=steps, seed=3)
     draw = torch.Generator("cuda").manual_seed(3)
     samples = torch.randint(8000, (steps, 4, 20), generator=draw, dtype=torch.int16, device="cuda").cpu()
-    errors, _ = Walk(problem, algorithms, 4).walk(0, samples, LR * 0.5 ** (torch.arange(steps) // HALVED_EVERY).double())
+    errors, _ = Walk(problem, algorithms, 4).walk(0, samples, learning_rates(steps))
     for m, (algorithm, result) in enumerate(zip(algorithms, results, strict=True)):
         worst = float(((result.node_error - errors[:, m]) / errors[:, m]).abs().max())
         assert worst < 1e-10, (algorithm, worst)

@@ -173,6 +173,32 @@ def test_of_equally_quick_topologies_the_one_that_mixes_faster_is_taken() -> Non
     assert "transient stage" in advice.reason
 
 
+def test_topologies_within_two_percent_are_equally_quick() -> None:
+    work, seen = Workload(1000, compute=0.1), dict.fromkeys(TOPOLOGIES, 0.5) | {"one-peer-exponential": 0.1}
+    assert recommend(100, work, Measured(2.0, seen | {"exponential": 0.1 * 1.03})).topology == "exponential"  # 1.5 % of the step
+    assert recommend(100, work, Measured(2.0, seen | {"exponential": 0.1 * 1.10})).topology == "one-peer-exponential"
+
+
+def test_a_period_of_one_is_parallel_sgd() -> None:
+    advice = recommend(4, Workload(1_000_000, compute=0.1), Measured(0.05, {"one-peer-exponential": 0.06}, ddp_seconds=0.5))
+    assert (advice.method, advice.call, advice.H) == ("Parallel SGD", "rumor.parallel_sgd(4)", 1)
+    assert advice.seconds == pytest.approx(0.15)
+    assert "DDP was timed at 600 ms" in advice.reason
+
+
+def test_a_period_that_is_asked_for_is_taken() -> None:
+    advice = recommend(32, RESNET50.workload, RESNET50.measured, H=12)
+    assert (advice.method, advice.H) == ("Gossip-PGA", 12)
+
+
+def test_half_precision_is_summed_in_float32() -> None:
+    half, link = Workload(1_000_000, compute=0.1, bytes_per_parameter=2), Link(1e6)
+    parallel, local = predict(4, half, link, H=5, topologies=[])
+    assert parallel.bytes == pytest.approx(1.5 * 2e6)  # DDP: gradients in their own precision
+    assert local.bytes == pytest.approx(1.5 * 4e6 / 5)
+    assert local.seconds == pytest.approx(0.1 + 6.0 / 5)
+
+
 def test_transient_stages_of_the_same_order_do_not_decide() -> None:
     """In the paper's Table 9 the ring is 1 % slower than one peer: twice the bytes, for a stage that is hardly shorter."""
     seen = Measured(0.278, {"one-peer-exponential": 0.150, "ring": 0.153})

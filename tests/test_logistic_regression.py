@@ -19,7 +19,7 @@ import rumor
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
-from logistic import figures, page, problem, run, tables, transient  # noqa: E402
+from logistic import figures, page, problem, run, store, tables, transient  # noqa: E402
 
 SCRIPT = ROOT / "experiments" / "logistic_regression.py"
 COLUMNS = ["method", "topology", "n", "H", "iid", "T_tr_1", "T_tr_025", "ratio_9500"]
@@ -106,6 +106,10 @@ def test_libsvm_files_are_dealt_out_by_chance_or_by_label(tmp_path: Path):
         labels = rows[..., 0].sign()  # y h, and the first feature is positive
         assert labels.unique().tolist() == [-1, 1]
         assert sum(len(node.unique()) == 1 for node in labels) >= (3 if kinds == 1 else 0)
+    with lzma.open(tmp_path / "one.xz", "wt") as file:
+        file.write("1 1:1\n" * 40)
+    with pytest.raises(ValueError, match="two labels"):
+        problem.from_libsvm(tmp_path / "one.xz", 4, "iid", l2=0.1)
     with pytest.raises(ValueError, match="'iid' or 'label'"):
         problem.from_libsvm(tmp_path / "toy.xz", 4, "class", l2=0.1)
 
@@ -176,27 +180,97 @@ def test_one_average_of_gossip_leaves_the_error_of_the_mean(small: problem.Probl
 
 def test_a_transient_stage_ends_where_95_percent_stay_below():
     parallel = np.ones(910)
-    curve = np.where(np.arange(910) < 500, 3.0, 1.1)  # 20 records after 500, the moving mean is 1.1; it is below 2 after 11
-    k = transient.transient_stage(curve, parallel, 1)
-    # smoothed ratios above 2 end at record 509, 400 are left: 5 % of those may be above, so the stage is reached up to 21 records before
-    assert k == (510 - 21) * 11
+    curve = np.where(np.arange(910) < 500, 3.0, 1.1)
+    # a mean of 20 records is at most 2 where at most 9 of them are 3.0: from the one of records 491 to 510 on, centred at 501
+    assert transient.transient_stage(curve, parallel, 1) == 501 * 11
+    curve[700:715] = 9.0  # 34 of the 400 means that follow are too large: that is over 5 %
+    assert transient.transient_stage(curve, parallel, 1) > 700 * 11
+    curve[701:715] = 1.1  # one record too large makes no mean too large
+    assert transient.transient_stage(curve, parallel, 1) == 501 * 11
     assert transient.transient_stage(curve, parallel, 0.05) is None
     assert transient.transient_stage(parallel, parallel, 0.25) == 0
 
 
 def test_a_crossing_at_the_very_end_does_not_count():
     parallel = np.ones(910)
-    assert transient.transient_stage(np.where(np.arange(910) < 880, 3.0, 1.0), parallel, 1) is None
-    assert transient.transient_stage(np.where(np.arange(910) < 800, 3.0, 1.0), parallel, 1) is not None
+    for k, is_reached in ((9_600, False), (9_520, False), (9_480, True)):
+        curve = np.where(np.arange(910) < k // 11, 3.0, 1.0)  # the mean of 20 is at most 2 where 10 of them are 1: centred at k
+        assert (transient.transient_stage(curve, parallel, 1) is not None) == is_reached
 
 
-def test_the_ratio_is_that_of_the_last_220_steps():
+def test_the_ratio_is_that_of_220_steps_around():
     curve = np.ones(910)
-    curve[9_500 // 11 - 9 : 9_500 // 11 + 1] = 3.0  # half of the window
+    curve[9_500 // 11 : 9_500 // 11 + 10] = 3.0  # the later half of the window
     assert transient.ratio_at(9_500, curve, np.ones(910)) == pytest.approx(2.0)
 
 
+def test_the_learning_rate_is_halved_after_each_thousand_steps():
+    lr = run.learning_rates(10_000)
+    assert lr[[0, 999, 1000, 1999, 2000, 9999]].tolist() == [0.2, 0.2, 0.1, 0.1, 0.05, 0.2 / 2**9]
+
+
+def test_records_are_what_the_nodes_hold(small: problem.Problem):
+    steps = 230
+    result = run.run(small, [rumor.gossip_sgd(rumor.ring(6))], trials=2, steps=steps, seed=5)[0]
+    walk = run.Walk(small, [rumor.gossip_sgd(rumor.ring(6))], 2)
+    draw = torch.Generator().manual_seed(5)
+    samples = torch.randint(300, (steps, 2, 6), generator=draw, dtype=torch.int16)
+    for k in range(steps):
+        X = walk.X[0]  # [trials, n, d]
+        if k % 11 == 0:
+            for trial in range(2):
+                errors = [float((x - small.minimizer).square().sum()) for x in X[trial]]
+                assert float(result.node_error[k // 11, trial]) == pytest.approx(sum(errors) / 6)
+        if k % 110 == 0:
+            assert torch.allclose(result.gap[k // 110], small.gap(X.mean(1)))
+        walk.step(samples[k], torch.tensor(0.2, dtype=torch.float64))
+
+
 # --- figures, files, command line
+
+
+@pytest.fixture
+def made_up(tmp_path: Path) -> tuple[store.Store, figures.Curve]:
+    """A store with Parallel SGD at 1, and Gossip SGD of which every number tells where it came from."""
+    kept, setting = store.Store(tmp_path, 2, 0, "cpu"), figures.Setting(20, False)
+    flat, gap = torch.ones(910, 2, dtype=torch.float64), torch.ones(91, 2, dtype=torch.float64)
+    kept.save(figures.parallel(setting), run.Result(flat, flat, gap, 1.0))
+    wide = torch.tensor([2.0, 4.0], dtype=torch.float64).expand(910, 2)  # over trials: mean 3, deviation sqrt(2)
+    late = torch.where(torch.arange(91)[:, None] < 40, 5.0, 1.0).double().expand(91, 2)
+    kept.save(figures.gossip(setting), run.Result(wide, 7 * flat, late, 0.0))
+    return kept, figures.gossip(setting)
+
+
+def test_a_curve_with_one_final_average_is_read_from_the_means_errors(made_up):
+    kept, gossip = made_up
+    assert kept.load(gossip).error.mean() == 3.0
+    assert kept.load(figures.gossip(gossip.setting, final_average=True)).error.mean() == 7.0
+
+
+def test_the_objectives_stage_is_in_steps(made_up):
+    kept, gossip = made_up
+    found = kept.load(gossip).objective_versus(kept.load(figures.parallel(gossip.setting)))
+    assert found["T_tr_1"] == 41 * 110  # the mean of values 40 and 41, the first of 1.0 alone
+    assert found["ratio_9500"] == 1.0
+
+
+def test_the_curves_file_has_mean_and_deviation_over_trials(made_up):
+    kept, gossip = made_up
+    first = tables.of(gossip, tables.curves(kept, [figures.Panel("", (gossip,))]))[0]
+    assert (first["k"], first["error_mean"], first["error_std"]) == (110, "3", "1.4142")
+
+
+def test_real_data_is_split_as_the_panel_says(tmp_path: Path):
+    sys.path.insert(0, str(SCRIPT.parent))
+    import logistic_regression as script
+
+    (tmp_path / "below").mkdir()
+    with lzma.open(tmp_path / "below" / "a9a.txt.xz", "wt") as file:
+        file.write("\n".join(f"{1 if i % 2 else -1} 1:1 2:{i}" for i in range(400)) + "\n")
+    for iid in (True, False):
+        job = script.Job(store.Store(tmp_path, 2, 0, "cpu"), figures.Setting(20, iid, "a9a"), [], tmp_path)
+        labels = job.problem().rows[..., 0]
+        assert (labels.std(dim=1) == 0).all() == (not iid)
 
 
 def test_every_figure_has_the_papers_curves():
@@ -216,7 +290,7 @@ def test_every_figure_has_the_papers_curves():
     }
     for panels in figures.FIGURES.values():
         for curve in figures.curves_of(panels):
-            assert curve.algorithm.topology.n == curve.setting.n
+            assert curve.algorithm.topology.name.startswith(f"{curve.row['topology']}({curve.setting.n}")
 
 
 def test_one_panel_agrees_with_the_reference(panel: Path):
@@ -278,6 +352,21 @@ def test_a_folder_that_cannot_be_is_refused_before_the_run(tmp_path: Path):
     assert "give a folder" in done.stderr.strip().splitlines()[-1]
 
 
+def test_a_run_that_was_cut_short_is_run_again(panel: Path):
+    cut = next(path for path in (panel / "runs").iterdir() if "gossip_pga" in path.name)
+    whole, table = cut.read_bytes(), (panel / "figure-1.csv").read_text()
+    cut.write_bytes(whole[: len(whole) // 2])
+    assert study("--figure", "1", "--n", "20", "--trials", "8", "--out", str(panel), "--no-pictures").returncode == 0
+    assert len(cut.read_bytes()) == len(whole)
+    assert (panel / "figure-1.csv").read_text() == table
+
+
+def test_other_data_is_another_run(tmp_path: Path):
+    kept = [store.Store(tmp_path, 8, 0, "cpu", {"a9a": source}) for source in ("-1", "-2")]
+    curve = figures.parallel(figures.Setting(20, True, "a9a"))
+    assert kept[0].path(curve) != kept[1].path(curve)
+
+
 def test_an_interrupt_ends_it_at_once_and_keeps_what_is_finished(tmp_path: Path):
     command = [sys.executable, str(SCRIPT), "--figure", "1", "--trials", "50", "--jobs", "2", "--out", str(tmp_path), "--no-pictures"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
@@ -296,13 +385,15 @@ def test_an_interrupt_ends_it_at_once_and_keeps_what_is_finished(tmp_path: Path)
     assert "goes on from the runs that are finished" in said
     assert "Traceback" not in said
     assert not list(tmp_path.glob("runs/*-100-*.npz"))
-    assert not list(tmp_path.glob("runs/*.tmp"))
+    assert not list(tmp_path.glob("runs/.*"))
 
 
 def test_the_pages_tables_are_those_of_the_data_files():
     text = (ROOT / "docs" / "convex.md").read_text()
     assert text.count("<!-- table") >= 8
     assert page.filled_in(text, ROOT / "docs") == text
+    for figure, has_reference in (("1", True), ("extra", True), ("a9a", False), ("w8a", False)):  # it is of the synthetic problem
+        assert ("reference" in page.stage_table(figure, ROOT / "docs" / "convex")) == has_reference
 
 
 def test_medians_count_what_is_not_reached_as_late():

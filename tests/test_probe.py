@@ -26,6 +26,10 @@ def build():
         opt.step()
     return model, step
 
+def slow_on_one_rank():
+    model, step = build()
+    return model, lambda: time.sleep(0.3 if os.environ["RANK"] == "1" else 0.0)
+
 def stuck_on_one_rank():
     model, step = build()
     steps = []
@@ -85,6 +89,13 @@ def test_a_model_of_one_s_own(tmp_path: Path) -> None:
     assert found["ddp"] is None  # step() takes no model
 
 
+def test_the_slowest_rank_counts(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MODEL)
+    done = probe(2, ["--model", "mine.py:slow_on_one_rank", "--repeats", "2", "--json"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["compute"]["fastest"] >= 0.3
+
+
 def test_an_error_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     done = probe(2, ["--model", "mine.py:broken_on_one_rank"], tmp_path)
@@ -141,7 +152,18 @@ def test_the_link_comes_from_a_small_and_a_large_model(tmp_path: Path) -> None:
         a_probe(small=0.02).link()
 
 
-@pytest.mark.parametrize("change", [{"format": 2}, {"n": None, "surprise": 1}, {"compute": 3}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": 2},
+        {"n": None, "surprise": 1},
+        {"compute": 3},
+        {"n": "4"},
+        {"bytes_per_parameter": None},
+        {"ddp": {"median": float("nan"), "fastest": 1.0, "slowest": 1.0}},  # which would read as: DDP costs nothing
+        {"all_reduce": {"median": -1.0, "fastest": 1.0, "slowest": 1.0}},
+    ],
+)
 def test_a_file_of_another_kind_is_refused(tmp_path: Path, change: dict[str, object]) -> None:
     a_probe().write(tmp_path / "probe.json")
     (tmp_path / "probe.json").write_text(json.dumps({**json.loads((tmp_path / "probe.json").read_text()), **change}))

@@ -1,5 +1,6 @@
 """The paper's formulas: limits, orders and exponents, against numbers that were found without them."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -8,6 +9,7 @@ import pytest
 
 import rumor
 from rumor import theory
+from rumor.theory.constants import _contractions
 
 GRAPHS: dict[str, Callable[[int], rumor.Topology]] = {"ring": rumor.ring, "grid": rumor.grid, "exponential": rumor.exponential}
 
@@ -89,6 +91,12 @@ CYCLES = {
     "pairs": alternating_pairs(12),
     "norm 1": one_way(),
 }
+
+
+@pytest.mark.parametrize("name", CYCLES)
+def test_contractions_are_those_of_the_topology(name: str) -> None:
+    found = list(itertools.islice(_contractions(CYCLES[name]), 9))
+    assert found == pytest.approx([CYCLES[name].contraction(steps) for steps in range(9)], abs=1e-9)
 
 
 @pytest.mark.parametrize("name", CYCLES)

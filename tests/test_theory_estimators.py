@@ -153,5 +153,11 @@ def test_what_gives_no_estimate_is_refused() -> None:
         theory.estimate(model, lambda model, x: model(x).sum(), [])
     with pytest.raises(ValueError, match=r"one number, got a tensor of shape \[2, 1\]"):
         theory.estimate(model, lambda model, x: model(x), [[x, x]])
+    with pytest.raises(ValueError, match="depends on the model's parameters"):
+        theory.estimate(model, lambda model, x: 3.0, [[x, x]])
+    with pytest.raises(ValueError, match="loss of batch 0 is nan"):
+        theory.estimate(model, lambda model, x: model(x[:0]).mean(), [[x, x]])
+    with pytest.raises(ValueError, match="complex parameters"):
+        theory.estimate(nn.Linear(3, 1, dtype=torch.complex64), lambda model, x: model(x).abs().sum(), [[x, x]])
     with pytest.raises(ValueError, match="nothing to estimate"):
         theory.estimate(model.requires_grad_(False), lambda model, x: model(x).sum(), [[x, x]])

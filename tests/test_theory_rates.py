@@ -118,6 +118,13 @@ def test_each_limit_makes_its_term_equal_sgds_on_a_network_without_links() -> No
         assert getattr(rate, name) == pytest.approx(rate.sgd)
 
 
+def test_gossip_lengthens_each_limit_by_its_own_power_of_beta() -> None:
+    alone, half = (theory.period_limits(n=16, beta=beta, T=16.0**6, sigma2=16.0, b2=4.0) for beta in (1.0, 0.5))
+    assert (half.heterogeneity, half.noise, half.higher_order) == (2 * alone.heterogeneity, 4 * alone.noise, 2 * alone.higher_order)
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        theory.period_limits(n=16, beta=1.5, T=10, sigma2=1.0, b2=1.0)
+
+
 def test_iid_data_still_limit_the_period() -> None:
     limits = theory.period_limits(n=16, beta=0.9, T=1e6, sigma2=1.0, b2=0.0)
     assert limits.heterogeneity == math.inf

@@ -237,3 +237,8 @@ def test_other_wrong_input_is_refused() -> None:
 def test_reach_is_the_time_in_which_word_gets_round(topology: rumor.Topology, steps: int) -> None:
     assert topology.reach == steps
     assert rumor.isolated(3).reach is None
+
+
+def test_no_graph_without_links_mixes_worse_than_not_at_all():
+    """Rounding must not lift beta above 1."""
+    assert all(rumor.isolated(n).beta == 1 for n in range(2, 400))

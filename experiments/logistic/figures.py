@@ -14,6 +14,14 @@ TOPOLOGIES = {"exponential": rumor.exponential, "grid": rumor.grid, "ring": rumo
 # Gossip-AGA has no figure in the paper's convex part; the period starts as in its deep experiments, the warm-up is a tenth of a stage
 AGA = {"warmup": 100, "H_init": 4, "H_max": 64}
 H_LIKE_AGA = 6  # the fixed period that averages about as often as Gossip-AGA turned out to
+NAMES = {
+    "parallel_sgd": "Parallel",
+    "local_sgd": "Local",
+    "gossip_sgd": "Gossip",
+    "gossip_pga": "Gossip-PGA",
+    "gossip_aga": "Gossip-AGA",
+    "gossip_sgd_final_average": "Gossip, one final average",
+}
 
 
 @dataclass(frozen=True)
@@ -65,10 +73,7 @@ class Curve:
         return {"method": method, "topology": topology, "n": self.setting.n, "H": period, "iid": self.setting.iid}
 
     def __str__(self) -> str:
-        name = {"parallel_sgd": "Parallel", "local_sgd": "Local", "gossip_sgd": "Gossip", "gossip_pga": "Gossip-PGA"}
-        if self.method == "gossip_aga":
-            return "Gossip-AGA"
-        return name[self.method] + (f" (H = {self.H})" if self.H else "") + (", one final average" if self.final_average else "")
+        return NAMES[str(self.row["method"])] + (f" (H = {self.H})" if self.H else "")
 
 
 @dataclass(frozen=True)

@@ -14,19 +14,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from logistic import tables
-from logistic.figures import FIGURES
+from logistic.figures import FIGURES, NAMES
 from logistic.run import STEPS
 
 DOCS = Path(__file__).parents[2] / "docs"
 KEY = ("method", "topology", "n", "H", "iid")
-NAMES = {
-    "parallel_sgd": "Parallel",
-    "local_sgd": "Local",
-    "gossip_sgd": "Gossip",
-    "gossip_pga": "Gossip-PGA",
-    "gossip_aga": "Gossip-AGA",
-    "gossip_sgd_final_average": "Gossip, one final average",
-}
 
 
 def stage_table(figure: str, folder: Path) -> str:
@@ -60,7 +52,7 @@ def stage_table(figure: str, folder: Path) -> str:
         rows.append({name: cell for name, cell in cells.items() if medians or not name.startswith("median")})
     if not any(row["reference: T_tr(1)"] != "-" for row in rows):
         rows = [{name: cell for name, cell in row.items() if "reference" not in name} for row in rows]
-    return markdown(rows)
+    return tables.as_text(rows)
 
 
 def _label(row: tables.Row) -> str:
@@ -76,13 +68,8 @@ def _stage(value: object) -> str:
     return "not reached" if value in ("", "not reached") else f"{int(float(str(value))):,}"
 
 
-def markdown(rows: list[tables.Row]) -> str:
-    lines = ["| " + " | ".join(str(cell) for cell in row.values()) + " |" for row in rows]
-    return "\n".join(["| " + " | ".join(rows[0]) + " |", "|" + " --- |" * len(rows[0]), *lines])
-
-
 def plain_table(name: str, folder: Path) -> str:
-    return markdown(tables.read(folder / f"{name}.csv"))
+    return tables.as_text(tables.read(folder / f"{name}.csv"))
 
 
 def speed_table(results: Path) -> str:
@@ -112,7 +99,7 @@ def speed_table(results: Path) -> str:
         }
         for row in cpu["per_step"]
     ]
-    return markdown(rows) + "\n\n" + markdown(steps)
+    return f"{tables.as_text(rows)}\n\n{tables.as_text(steps)}"
 
 
 def _seconds(values: list[float]) -> str:

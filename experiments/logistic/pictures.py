@@ -10,16 +10,18 @@ import numpy as np
 
 from logistic import tables
 from logistic.figures import CLAIMS, H_PAPER, Curve, Panel
+from rumor.files import replacing
+from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
-# Okabe and Ito's colours, which the colour-blind tell apart; the dashes tell them apart in grey print
+# dashes tell them apart in grey print
 LOOKS = {
-    "parallel_sgd": ("#000000", "-"),
-    "local_sgd": ("#E69F00", (0, (1, 1))),
-    "gossip_sgd": ("#D55E00", (0, (5, 2))),
-    "gossip_pga": ("#0072B2", "-"),
-    "gossip_pga, short": ("#56B4E9", (0, (4, 1))),
-    "gossip_aga": ("#009E73", (0, (7, 2, 1, 2))),
-    "gossip_sgd_final_average": ("#CC79A7", (0, (3, 1, 1, 1, 1, 1))),
+    "parallel_sgd": (BLACK, "-"),
+    "local_sgd": (ORANGE, (0, (1, 1))),
+    "gossip_sgd": (VERMILION, (0, (5, 2))),
+    "gossip_pga": (BLUE, "-"),
+    "gossip_pga, short": (SKY, (0, (4, 1))),
+    "gossip_aga": (GREEN, (0, (7, 2, 1, 2))),
+    "gossip_sgd_final_average": (PURPLE, (0, (3, 1, 1, 1, 1, 1))),
 }
 COLUMNS = 3
 METRICS = {"error": r"$\frac{1}{n}\sum_i\|x_i - x^\star\|^2$", "gap": r"$f(\bar{x}) - f^\star$"}
@@ -50,9 +52,8 @@ def draw(figure: str, panels: list[Panel], folder: Path) -> None:
         axes[2 * band][column].set_title(panel.title, fontsize=10)
         axes[-1][column].set_xlabel("iteration $k$")
     picture.suptitle(f"{CLAIMS[figure]}\n{NOTE}", fontsize=10)
-    aside = folder / f".figure-{figure}.png"
-    picture.savefig(aside, dpi=110)
-    aside.replace(folder / f"figure-{figure}.png")
+    with replacing(folder / f"figure-{figure}.png") as aside:
+        picture.savefig(aside, dpi=110)
     plt.close(picture)
 
 

@@ -113,8 +113,12 @@ def from_libsvm(path: Path, n: int, split: str, l2: float, seed: int = 0) -> Pro
 
     with lzma.open(path) if path.suffix == ".xz" else path.open("rb") as file:
         features, labels = load_svmlight_file(file)
-    h = torch.from_numpy(features.toarray())
-    y = torch.from_numpy(labels > 0).double() * 2 - 1  # 0/1 and -1/+1 alike
+    h, classes = torch.from_numpy(features.toarray()), sorted(set(labels))
+    if len(classes) != 2 or len(labels) < n or not torch.isfinite(h).all():
+        raise ValueError(
+            f"{path}: {n} nodes need as many samples, finite features and two labels; it has {len(labels)} samples, labels {classes}"
+        )
+    y = torch.from_numpy(labels == classes[1]).double() * 2 - 1  # 0/1, -1/+1 and 1/2 alike
     order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))[: len(y) // n * n]
     if split == "label":
         order = order[torch.argsort(y[order], stable=True)]

@@ -116,6 +116,11 @@ class _Replay:
         return self.errors.clone(), self.means.clone()
 
 
+def learning_rates(steps: int) -> Tensor:
+    """[steps]: LR, halved every HALVED_EVERY steps."""
+    return LR * 0.5 ** (torch.arange(steps) // HALVED_EVERY).double()
+
+
 def block_length(algorithms: Sequence[Algorithm]) -> int:
     periods = [EVERY]
     for algorithm in algorithms:
@@ -131,7 +136,7 @@ def run(
     draw = torch.Generator(device).manual_seed(seed)
     n, M = problem.rows.shape[:2]
     samples = torch.randint(M, (steps, trials, n), generator=draw, dtype=torch.int16, device=device)
-    lr = LR * 0.5 ** (torch.arange(steps, device=device) // HALVED_EVERY).double()
+    lr = learning_rates(steps).to(device)
     walk = Walk(problem, algorithms, trials)
     replay, recorded, k = None, [], 0
     graphed = device.type == "cuda" and not walk.needs_loss

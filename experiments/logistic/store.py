@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from logistic.figures import Curve
-from logistic.run import GAP_EVERY, Result
+from logistic.figures import AGA, Curve
+from logistic.run import GAP_EVERY, HALVED_EVERY, LR, STEPS, Result
 from logistic.transient import EVERY, ratio_at, transient_stage
+from rumor.files import replacing
 
-FORMAT = 2  # raised when the meaning of a file changes: older ones are not read
+# runs of other settings are not read; raise the first number when the meaning of a file changes
+VERSION = f"{zlib.crc32(repr((2, STEPS, LR, HALVED_EVERY, EVERY, AGA)).encode()):08x}"
 Array = NDArray[np.float64]
 
 
@@ -49,21 +53,26 @@ class Store:
     trials: int
     seed: int
     device: str
+    sources: Mapping[str, str] = field(default_factory=dict)  # of real data: which file it is from
 
     def path(self, curve: Curve) -> Path:
         columns = "-".join(str(value) for value in curve.run.row.values())
-        return self.folder / "runs" / f"{curve.setting.data}-{columns}-seed{self.seed}-trials{self.trials}-{self.device}-v{FORMAT}.npz"
+        data = curve.setting.data + self.sources.get(curve.setting.data, "")
+        return self.folder / "runs" / f"{data}-{columns}-seed{self.seed}-trials{self.trials}-{self.device}-{VERSION}.npz"
 
     def has(self, curve: Curve) -> bool:
-        return self.path(curve).exists()
+        """Whether it is there and can be read; a file that was cut short counts as missing."""
+        try:
+            self.load(curve)
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+            return False
+        return True
 
     def save(self, curve: Curve, result: Result) -> None:
         path = self.path(curve)
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.tmp")
-        with aside.open("wb") as file:
-            np.savez(file, **{name: np.asarray(value) for name, value in vars(result).items()})
-        aside.replace(path)
+        with replacing(path) as aside:
+            np.savez(aside, **{name: np.asarray(value) for name, value in vars(result).items()})
 
     def load(self, curve: Curve) -> Numbers:
         with np.load(self.path(curve)) as file:

@@ -1,9 +1,8 @@
-"""The study's tables: CSV files, and the same as text beside the reference numbers."""
+"""The study's tables: CSV files, and the same as text."""
 
 from __future__ import annotations
 
 import csv
-import os
 import statistics
 from collections.abc import Iterable, Sequence
 from io import StringIO
@@ -15,6 +14,7 @@ from logistic.figures import Curve, Panel, curves_of, parallel
 from logistic.run import GAP_EVERY
 from logistic.store import Store
 from logistic.transient import EVERY, WINDOW, moving_mean
+from rumor.files import replacing
 
 Row = dict[str, object]
 
@@ -22,11 +22,9 @@ assert WINDOW == 2 * GAP_EVERY  # the smoothed error of `curves` is centred wher
 
 
 def write(path: Path, text: str) -> None:
-    """Aside, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    aside.write_text(text)
-    aside.replace(path)
+    with replacing(path) as aside:
+        aside.write_text(text)
 
 
 def as_csv(rows: Sequence[Row]) -> str:
@@ -81,6 +79,7 @@ def over_seeds(stores: Sequence[Store], panels: list[Panel]) -> list[Row]:
         for column in ("T_tr_1", "T_tr_025", "ratio_9500"):
             row[column] = median(entry[column] for entry in per_seed)
         row["T_tr_1_by_data"] = " ".join(str(entry["T_tr_1"] if entry["T_tr_1"] != "" else "-") for entry in per_seed)
+        row["ratio_9500_by_data"] = " ".join(f"{entry['ratio_9500']:.4g}" for entry in per_seed)
         rows.append(row)
     return rows
 
@@ -91,11 +90,10 @@ def median(values: Iterable[object]) -> object:
     return "" if np.isinf(middle) else (int(middle) if middle == int(middle) and middle > 1 else middle)
 
 
-def as_text(rows: Sequence[Row], columns: dict[str, str] | None = None) -> str:
-    """A Markdown table, readable in a terminal too. `columns`: name in the rows -> heading."""
-    columns = columns or {name: name for name in rows[0]}
-    cells = [list(columns.values()), *([_cell(row.get(name, "")) for name in columns] for row in rows)]
-    widths = [max(len(row[c]) for row in cells) for c in range(len(columns))]
+def as_text(rows: Sequence[Row]) -> str:
+    """A Markdown table, readable in a terminal too."""
+    cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
+    widths = [max(len(row[c]) for row in cells) for c in range(len(cells[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
     rule = "| " + " | ".join("-" * width for width in widths) + " |"
     return "\n".join([lines[0], rule, *lines[1:]])

@@ -17,14 +17,25 @@ NUMBERED_UP_TO = 40  # nodes
 
 def positions(topology: Topology) -> Array:
     """[n, 2], between 0 and 1: rows and columns for grid and torus, a circle for all others, clockwise from the top."""
-    shape = re.search(r"shape=\((\d+), (\d+)\)", topology.name)
-    if shape and min(rows_columns := (int(shape.group(1)), int(shape.group(2)))) > 1:
-        rows, columns = rows_columns
+    if shape := _shape(topology):
+        rows, columns = shape
         row, column = np.divmod(np.arange(topology.n), columns)
         cell = 1 / max(rows - 1, columns - 1)
         return np.stack([column * cell, row * cell], axis=1)
     angle = 2 * np.pi * np.arange(topology.n) / topology.n
     return np.stack([0.5 + 0.5 * np.sin(angle), 0.5 - 0.5 * np.cos(angle)], axis=1)
+
+
+def _shape(topology: Topology) -> tuple[int, int] | None:
+    """Rows and columns of a grid or torus; None of all else, and of a grid that is a line."""
+    found = re.search(r"shape=\((\d+), (\d+)\)", topology.name)
+    rows, columns = map(int, found.groups()) if found else (1, 1)
+    return (rows, columns) if min(rows, columns) > 1 else None
+
+
+def has_hidden_links(topology: Topology) -> bool:
+    """Those around a torus lie on top of others."""
+    return topology.name.startswith("torus") and _shape(topology) is not None
 
 
 def links(topology: Topology) -> Indices:

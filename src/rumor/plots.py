@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,20 +9,24 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rumor.cost import Prediction
-from rumor.drawing import MOST_LINKS, NUMBERED_UP_TO, links, positions
+from rumor.drawing import MOST_LINKS, NUMBERED_UP_TO, has_hidden_links, links, positions
+from rumor.files import replacing
 from rumor.matrix import Array
 from rumor.topology import Topology
 
 if TYPE_CHECKING:
     from rumor.cli.topology import Constants
 
-BLACK, ORANGE, SKY, GREEN, VERMILION = "#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00"  # Okabe and Ito's, safe for the colour-blind
+# Okabe and Ito's colours, which the colour-blind tell apart
+BLACK, ORANGE, SKY, GREEN, VERMILION, BLUE, PURPLE = "#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7"
 FORMATS = (".png", ".svg", ".pdf")
 
 
 def _pyplot(path: str) -> Any:
     if Path(path).suffix not in FORMATS:
         raise ValueError(f"--out {path}: a picture is a {', '.join(FORMATS)} file")
+    if not Path(path).absolute().parent.is_dir():
+        raise ValueError(f"--out {path}: there is no folder {Path(path).absolute().parent} to write it to")
     try:
         import matplotlib
     except ImportError:
@@ -35,13 +38,8 @@ def _pyplot(path: str) -> Any:
 
 
 def _save(figure: Any, path: str) -> None:
-    """Aside, then renamed."""
-    aside = Path(path).with_name(f".{os.getpid()}.{Path(path).name}")
-    try:
+    with replacing(path) as aside:
         figure.savefig(aside, dpi=160, bbox_inches="tight")
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def draw_topology(topology: Topology, values: Array | None, over_H: Sequence[Constants], path: str) -> None:
@@ -68,7 +66,7 @@ def _draw_graph(axes: Any, topology: Topology) -> None:
         axes.add_collection(LineCollection(list(at[pairs]), colors=SKY, linewidths=1.4 if len(pairs) < 200 else 0.4, zorder=1))
     else:
         title += ", too many to draw"
-    title += "; ends meet" if topology.name.startswith("torus") else ""
+    title += "; ends meet" if has_hidden_links(topology) else ""
     is_small = topology.n <= NUMBERED_UP_TO
     axes.scatter(*at.T, s=170 if is_small else 6, color="white" if is_small else BLACK, edgecolors=BLACK, zorder=2)
     if is_small:
@@ -79,7 +77,8 @@ def _draw_graph(axes: Any, topology: Topology) -> None:
 
 def _draw_spectrum(axes: Any, topology: Topology, values: Array | None) -> None:
     axes.set_title(f"|eigenvalues| of {'a cycle of W' if topology.period > 1 else 'W'}")
-    axes.set(xlabel="number, largest first", ylim=(-0.03, 1.05))
+    axes.set(xlabel="rank by size", ylim=(-0.03, 1.05))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     if values is None:
         axes.text(0.5, 0.5, f"left out for n = {topology.n:,}", transform=axes.transAxes, ha="center")
     else:
@@ -105,18 +104,22 @@ def _draw_constants(axes: Any, over_H: Sequence[Constants]) -> None:
     axes.legend()
 
 
-def draw_plan(rows: Sequence[Prediction], compute: float, title: str, path: str) -> None:
-    """Seconds of a step without overlap: computing, then communication."""
+def draw_plan(rows: Sequence[Prediction], chosen: Prediction | None, compute: float, title: str, path: str) -> None:
+    """Seconds of a step, as `rumor plan` lists them: computing, then communication. The recommended row is marked."""
     pyplot = _pyplot(path)
     shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # whose times lie between those of the others
     names = [f"{row.method}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
-    figure, axes = pyplot.subplots(figsize=(8.5, 1.4 + 0.27 * len(shown)), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(8.5, 1.6 + 0.27 * len(shown)), layout="constrained")
     axes.barh(names, [1e3 * compute] * len(shown), color=SKY, label="computing")
-    axes.barh(
-        names, [1e3 * (row.seconds - compute) for row in shown], left=1e3 * compute, color=VERMILION, label="communication, not overlapped"
-    )
+    axes.barh(names, [1e3 * (row.seconds - compute) for row in shown], left=1e3 * compute, color=VERMILION, label="communication")
+    for label, row in zip(axes.get_yticklabels(), shown, strict=True):
+        if row == chosen:
+            label.set_fontweight("bold")
+            axes.annotate(" recommended", (1e3 * row.seconds, shown.index(row)), va="center", fontsize=9)
+    axes.margins(x=0.15)
     axes.invert_yaxis()
-    axes.set(xlabel="ms a step", title=title)
+    axes.set(xlabel="ms a step, without overlap (Parallel SGD: DDP as measured, where it was)")
+    axes.set_title(title, fontsize=9, loc="left")
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower right", ncols=2, frameon=False)
     _save(figure, path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import statistics
 import time
@@ -23,7 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from rumor.algorithm import GossipPGA, gossip_sgd, parallel_sgd
 from rumor.averager import Averager
 from rumor.cost import TOPOLOGIES, Link, Measured, Workload
+from rumor.files import replacing
 from rumor.process_group import ProcessGroup
+from rumor.schedule import check_whole
 
 FORMAT = 1  # of the file
 WARM_UP = 3  # unmeasured rounds: the first ones open connections and touch fresh memory
@@ -100,10 +103,8 @@ class Probe:
         return {"format": FORMAT, **asdict(self), "bandwidth": link and link.bandwidth, "latency": link and link.latency}
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Aside, then renamed: a reader never sees half a file."""
-        aside = Path(f"{os.fspath(path)}.{os.getpid()}.tmp")
-        aside.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        aside.replace(path)
+        with replacing(path) as aside:
+            aside.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Probe:
@@ -117,9 +118,21 @@ class Probe:
             for name in ("compute", "ddp", "all_reduce", "small_gossip", "small_all_reduce", "large_gossip"):
                 found[name] = None if name == "ddp" and found[name] is None else Timing(**found[name])
             found["gossip"] = {name: Timing(**timing) for name, timing in found["gossip"].items()}
-            return cls(**found)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            probe = cls(**found)
+            probe._check()
+            return probe
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{os.fspath(path)} is not a file that this version's `rumor probe` wrote: run it again") from error
+
+    def _check(self) -> None:
+        """Raises on numbers that no probe could have found: they would make a plan, and a wrong one."""
+        timings = [self.compute, self.all_reduce, self.small_gossip, self.small_all_reduce, self.large_gossip, *self.gossip.values()]
+        seconds = [s for timing in (*timings, *([self.ddp] if self.ddp else [])) for s in asdict(timing).values()]
+        for number in (self.n, self.parameters, self.bytes_per_parameter, self.large_bytes, *seconds):
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
+                raise ValueError(f"{number!r} is not a positive number")
+        check_whole("n", self.n, 2)
+        check_whole("parameters", self.parameters, 1)
 
 
 def stand_in(parameters: int, batch: int, device: torch.device) -> tuple[nn.Module, Step]:

@@ -54,7 +54,7 @@ def _zero_below(rounding: float, norm: float) -> float:
 def _norm_of_circulants(matrices: Sequence[Matrix]) -> float:
     """Circulants are normal and share their eigenvectors, the first of which is the ones vector."""
     eigenvalues = [W.eigenvalues[1:] for W in matrices if isinstance(W, Circulant)]
-    return float(np.abs(np.prod(eigenvalues, axis=0)).max())
+    return min(1.0, float(np.abs(np.prod(eigenvalues, axis=0)).max()))  # weights sum to 1; the FFT may round it up
 
 
 def _gram(matrices: Sequence[Matrix], v: Array) -> Array:

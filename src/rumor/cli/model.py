@@ -39,5 +39,5 @@ def _called(place: str, file: str, name: str) -> Any:
         if not callable(getattr(module, name, None)):
             raise ValueError(f"{file} has no function {name}")
         return getattr(module, name)()
-    except Exception as error:  # the user's code may raise anything, and the one line should say whose it is
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, and the one line should say whose it is
         raise ValueError(f"--model {place}: {type(error).__name__}: {error}") from error

@@ -10,15 +10,16 @@ from typing import Any
 from rumor.cli import model as users_model
 from rumor.cli import paper
 from rumor.cli.table import paragraph, table
-from rumor.cli.units import bandwidth, count, seconds, show_bytes, show_count, show_seconds
+from rumor.cli.units import bandwidth, count, nodes, seconds, show_bytes, show_count, show_seconds
 from rumor.cost import TOPOLOGIES, Link, Measured, Network, Prediction, Recommendation, Workload, predict, recommend
 from rumor.cost.paper import TRAININGS
 from rumor.probe import Probe
 
 MOST_NODES = 100_000  # beyond these the transient stages take minutes
+STEPS = 10_000
 INPUTS = (
     *("nodes", "parameters", "model", "bytes_per_parameter", "compute", "bandwidth", "latency", "all_reduce", "gossip", "ddp", "probe"),
-    *("period", "max_period", "out"),
+    *("period", "max_period", "out", "steps", "iid"),
 )
 EPILOG = """examples:
   rumor plan -n 32 --parameters 25.5M --compute 146ms --bandwidth 10Gbit/s --latency 50us
@@ -37,15 +38,15 @@ def add_to(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-n", "--nodes", type=count, help="number of nodes")
+    parser.add_argument("-n", "--nodes", type=nodes, help="number of nodes")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--parameters", type=count, help="of the model: 25.5M, 7B")
     size.add_argument("--model", metavar="FILE.py:FUNCTION", help="count the parameters of the model that FUNCTION() returns")
     parser.add_argument("--bytes-per-parameter", type=float, metavar="BYTES", help="default 4, float32")
     parser.add_argument("--compute", type=seconds, metavar="TIME", help="forward, backward and optimizer step: 146ms")
-    parser.add_argument("--steps", type=count, default=10_000, help="of the run (default 10,000)")
+    parser.add_argument("--steps", type=count, help=f"of the run (default {STEPS:,})")
     parser.add_argument("--bandwidth", type=bandwidth, help="of a node's link: 25Gbit/s (bits), 3.1GB/s (bytes), plain bytes/s")
-    parser.add_argument("--latency", type=seconds, metavar="TIME", help="of a message: 50us (default 0)")
+    parser.add_argument("--latency", type=seconds, metavar="TIME", help="of a message: 50us (default: the probe's, or 0)")
     parser.add_argument("--all-reduce", type=seconds, metavar="TIME", help="as measured, instead of the link")
     parser.add_argument(
         "--gossip", action="append", metavar="[TOPOLOGY=]TIME", help="as measured, with one peer unless a topology is named; repeatable"
@@ -54,9 +55,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--probe", metavar="FILE", help="what `rumor probe` measured; options given beside it take precedence")
     parser.add_argument("--paper", choices=tuple(TRAININGS), help="the paper's run times (Tables 7, 10 and 11) beside the model's")
     parser.add_argument(
-        "--period", type=count, metavar="H", help="of Gossip-PGA and Local SGD (default: by the rule of the recommendation)"
+        "--period", type=nodes, metavar="H", help="of Gossip-PGA and Local SGD (default: by the rule of the recommendation)"
     )
-    parser.add_argument("--max-period", type=count, metavar="H", help="the longest H to recommend, say for the transient stage's sake")
+    parser.add_argument("--max-period", type=nodes, metavar="H", help="the longest H to recommend, say for the transient stage's sake")
     parser.add_argument("--iid", action="store_true", help="all nodes draw from the same data: show that transient stage")
     parser.add_argument("--out", metavar="FILE", help="draw the times of a step into FILE.png, .svg or .pdf as well (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -75,20 +76,24 @@ class Inputs:
 
 def run(options: argparse.Namespace) -> int:
     if options.paper:
-        given = [name for name in INPUTS if getattr(options, name) is not None]
+        given = [name for name in INPUTS if getattr(options, name) not in (None, False)]
         if given:
             raise ValueError(f"--paper takes the paper's own figures: leave out --{given[0].replace('_', '-')}")
         print(paper.page(options.paper, options.json))
         return 0
     inputs = read_inputs(options)
-    rows = predict(inputs.n, inputs.workload, inputs.network, H=options.period, H_max=max(64, options.period or 0))
-    advice = recommend(inputs.n, inputs.workload, inputs.network, max_period=options.max_period, iid=options.iid)
+    advice = recommend(inputs.n, inputs.workload, inputs.network, H=options.period, max_period=options.max_period, iid=options.iid)
+    H = options.period or (advice.H if advice.H > 1 else None)  # so that what is recommended is a row of the table
+    rows = predict(inputs.n, inputs.workload, inputs.network, H=H, H_max=max(64, H or 0))
+    chosen = next((row for row in rows if (row.method, row.topology, row.H) == (advice.method, advice.topology, advice.H)), None)
     if options.out:
         from rumor.plots import draw_plan  # matplotlib is an extra
 
         title = f"{inputs.n} nodes, {show_count(inputs.workload.parameters)} parameters; {inputs.source}"
-        draw_plan(rows, inputs.workload.compute, title, options.out)
-    print(_json(inputs, rows, advice) if options.json else _page(inputs, rows, advice, options.iid))
+        draw_plan(rows, chosen, inputs.workload.compute, title, options.out)
+    print(_json(inputs, rows, advice) if options.json else _page(inputs, rows, chosen, advice, options.iid))
+    if options.out and not options.json:
+        print(f"\nwritten to {options.out}")
     return 0
 
 
@@ -109,14 +114,18 @@ def _workload(options: argparse.Namespace, probe: Probe | None) -> Workload:
     if compute is None:
         raise ValueError("how long does a step compute? give --compute 146ms, or --probe FILE")
     if options.model:
-        workload = Workload.of(users_model.load(options.model)[0], compute, options.steps)
+        workload = Workload.of(users_model.load(options.model)[0], compute, _steps(options))
     elif options.parameters is not None:
-        workload = Workload(options.parameters, compute, steps=options.steps)
+        workload = Workload(options.parameters, compute, steps=_steps(options))
     elif probe:
-        workload = replace(probe.workload(options.steps), compute=compute)
+        workload = replace(probe.workload(_steps(options)), compute=compute)
     else:
         raise ValueError("how large is the model? give --parameters 25.5M, --model FILE.py:FUNCTION or --probe FILE")
     return workload if options.bytes_per_parameter is None else replace(workload, bytes_per_parameter=options.bytes_per_parameter)
+
+
+def _steps(options: argparse.Namespace) -> int:
+    return STEPS if options.steps is None else int(options.steps)
 
 
 def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload: Workload) -> tuple[Network, str]:
@@ -126,15 +135,20 @@ def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload:
     if options.ddp is not None and not by_times:
         raise ValueError("--ddp is a measured time, and goes with --all-reduce and --gossip")
     if by_link:
-        link = Link(options.bandwidth, options.latency or 0.0)
+        known = probe.small_gossip.median if probe else 0.0
+        link = Link(options.bandwidth, known if options.latency is None else options.latency)
         return link, f"a link of {_show_bandwidth(link)}, latency {show_seconds(link.latency)}"
     if options.latency is not None:
         raise ValueError("--latency describes a link, and so needs --bandwidth 25Gbit/s beside it")
     if by_times:
         if options.all_reduce is None or options.gossip is None:
             raise ValueError("measured times come in pairs: give both --all-reduce 278ms and --gossip 150ms")
-        ddp = None if options.ddp is None else max(0.0, options.ddp - workload.compute)
-        return Measured(options.all_reduce, dict(_gossip_time(text) for text in options.gossip), ddp), "the times given"
+        if options.ddp is not None and not options.ddp >= workload.compute:
+            raise ValueError(
+                f"--ddp {options.ddp:g} s is a whole step, and can't be less than the {workload.compute:g} s of computing in it"
+            )
+        ddp = None if options.ddp is None else options.ddp - workload.compute
+        return Measured(options.all_reduce, _gossip_times(options.gossip), ddp), "the times given"
     if probe is None:
         raise ValueError("how fast is the network? give --bandwidth 25Gbit/s, or --all-reduce 278ms --gossip 150ms, or --probe FILE")
     if (n, workload.bytes) == (probe.n, probe.parameters * probe.bytes_per_parameter):
@@ -144,6 +158,16 @@ def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload:
         f"the link in {options.probe}, {_show_bandwidth(link)} and {show_seconds(link.latency)}, since its times are of {probe.n} nodes "
         f"and {show_bytes(probe.parameters * probe.bytes_per_parameter)}"
     )
+
+
+def _gossip_times(texts: list[str]) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for text in texts:
+        name, time = _gossip_time(text)
+        if name in times:
+            raise ValueError(f"--gossip {text}: {name} has a time already; name the topology, as in --gossip ring=300ms")
+        times[name] = time
+    return times
 
 
 def _gossip_time(text: str) -> tuple[str, float]:
@@ -173,14 +197,14 @@ def _json(inputs: Inputs, rows: list[Prediction], advice: Recommendation) -> str
     return json.dumps(found, indent=1)
 
 
-def _page(inputs: Inputs, rows: list[Prediction], advice: Recommendation, iid: bool) -> str:
+def _page(inputs: Inputs, rows: list[Prediction], chosen: Prediction | None, advice: Recommendation, iid: bool) -> str:
     w = inputs.workload
     head = (
         f"{inputs.n} nodes, {show_count(w.parameters)} parameters of {w.bytes_per_parameter:g} bytes ({show_bytes(w.bytes)}), "
         f"{show_seconds(w.compute)} of computing, {w.steps:,} steps; {inputs.source}"
     )
     notes = dict.fromkeys(f"{row.topology}: {row.note}" for row in rows if row.note)
-    lines = [paragraph(head), "", _table(rows, iid), "", LEGEND, *(f"* {note}" for note in notes), ""]
+    lines = [paragraph(head), "", _table(rows, chosen, iid), "", LEGEND, *(f"* {note}" for note in notes), ""]
     lines += [paragraph(f"Take {advice.method}: {advice.call}"), paragraph(f"  because {advice.reason}.", "  ")]
     return "\n".join([*lines, *(paragraph(f"  Note: {note}.", "  ") for note in advice.notes)])
 
@@ -190,13 +214,14 @@ LEGEND = "\n".join(
         "step: without overlap (Parallel SGD: DDP as measured, where it was); overlapped: at best, with delay=1 or DDP's buckets.",
         "sent: by the busiest node, a step.",
         "transient: steps before the method is as good as Parallel SGD, an order to compare rows by, not a number of steps.",
-        "Gossip-AGA moves between its two rows; OSGP lies between its `step` and `overlapped`.",
+        "Gossip-AGA moves between its two rows; OSGP lies between its `step` and `overlapped`; SlowMo costs what Gossip-PGA does.",
+        "<: recommended.",
     ]
 )
 
 
-def _table(rows: list[Prediction], iid: bool) -> str:
-    head = ("topology", "method", "H", "step", "overlapped", "sent", "hours", f"transient ({'iid' if iid else 'non-iid'})")
+def _table(rows: list[Prediction], chosen: Prediction | None, iid: bool) -> str:
+    head = ("topology", "method", "H", "step", "overlapped", "sent", "hours", f"transient ({'iid' if iid else 'non-iid'})", "")
     lines: list[tuple[str, ...]] = []
     last: str | None = None
     for row in rows:
@@ -214,6 +239,7 @@ def _table(rows: list[Prediction], iid: bool) -> str:
                 show_bytes(row.bytes),
                 f"{row.hours:.2f}" if row.hours < 1000 else f"{row.hours:,.0f}",
                 "-" if stage is None else f"{stage:.1e}" if stage else "0",
+                "<" if row is chosen else "",
             )
         )
         last = row.topology

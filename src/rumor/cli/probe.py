@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from torch import nn
 from rumor.cli import model as users_model
 from rumor.cli.table import paragraph, table
 from rumor.cli.units import count, seconds, show_bytes, show_count, show_seconds
-from rumor.probe import Probe, Step, Timing, measure, stand_in
+from rumor.cost import Workload
+from rumor.probe import Probe, Step, Timing, measure, stand_in, takes_model
 from rumor.process_group import ProcessGroup, joined
 from rumor.schedule import check_whole
 
@@ -61,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         is_first = engine.rank == 0
         made, problem = _prepared(options, device)
         try:
-            engine.agree({}, problem)
+            engine.agree({} if made is None else _described(*made), problem)
         except (ValueError, RuntimeError):
             if is_first:
                 raise
@@ -77,17 +80,49 @@ def run(options: argparse.Namespace) -> int:
 def _prepared(options: argparse.Namespace, device: torch.device) -> tuple[tuple[nn.Module, Step] | None, ValueError | None]:
     """Model and step, tried once; or the problem, to be told to the others before they wait for this rank."""
     try:
-        if not Path(options.out).absolute().parent.is_dir():
-            raise ValueError(f"--out {options.out}: there is no folder {Path(options.out).absolute().parent} to write it to")
+        _check_writable(options.out)
         if not options.model:
             return stand_in(options.parameters, options.batch, device), None
         model, step = users_model.load(options.model)
         if step is None:
             raise ValueError(f"--model takes {users_model.FORM}; it returned a model alone, and without step there is nothing to time")
         step()
-        return (model, step), None
-    except Exception as error:  # step() is the user's code, and may raise anything
+        Workload.of(model, compute=0.0)  # refuses a model without parameters
+        return (model, _named(step, options.model)), None
+    except (Exception, SystemExit) as error:  # step() is the user's code, and may raise anything
         return None, error if isinstance(error, ValueError) else ValueError(f"--model {options.model}: {type(error).__name__}: {error}")
+
+
+def _described(model: nn.Module, step: Step) -> dict[str, str]:
+    """What must be alike on all ranks, or their collectives would cross."""
+    return {"model": ", ".join(str(list(p.shape)) for p in model.parameters()), "arguments of step": str(int(takes_model(step)))}
+
+
+def _check_writable(out: str) -> None:
+    """Before anything is measured."""
+    folder = Path(out).absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"--out {out}: there is no folder {folder} to write it to")
+    if Path(out).is_dir():
+        raise ValueError(f"--out {out} is a folder: name a file")
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {out}: {folder} can't be written to ({error.strerror})") from None
+
+
+def _named(step: Step, place: str) -> Step:
+    """`step`, whose errors say whose they are; it takes a model if and only if `step` does."""
+
+    @functools.wraps(step)
+    def named(*model: nn.Module) -> object:
+        try:
+            return step(*model)
+        except Exception as error:
+            raise RuntimeError(f"step() of --model {place}: {type(error).__name__}: {error}") from error
+
+    return named
 
 
 def _measured(engine: ProcessGroup, options: argparse.Namespace, model: nn.Module, step: Step) -> Probe:

@@ -11,9 +11,9 @@ import numpy as np
 
 from rumor import spectrum, theory
 from rumor.cli.table import table
-from rumor.cli.units import count
+from rumor.cli.units import nodes
 from rumor.cost import TOPOLOGIES, degree
-from rumor.drawing import braille, links
+from rumor.drawing import braille, has_hidden_links, links
 from rumor.matrix import Array
 from rumor.topology import Topology, complete, isolated
 
@@ -30,7 +30,7 @@ def add_to(commands: Any) -> None:
         description="Shows how fast a topology mixes, what its graph looks like, and C_beta, D_beta and the transient stage over H.",
     )
     parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
-    parser.add_argument("-n", "--nodes", type=count, required=True, help="number of nodes")
+    parser.add_argument("-n", "--nodes", type=nodes, required=True, help="number of nodes")
     parser.add_argument("--iid", action="store_true", help="all nodes draw from the same data: that transient stage")
     parser.add_argument("--out", metavar="FILE", help="draw it into FILE.png, .svg or .pdf as well (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -105,14 +105,14 @@ def _finite(value: Any) -> Any:
 def _page(topology: Topology, values: Array | None, over_H: list[Constants], iid: bool) -> str:
     messages, pairs = degree(topology), len(links(topology))
     cycle = f", a cycle of {topology.period} matrices" if topology.period > 1 else ""
-    of_cycle = " a step, over a whole cycle" if topology.period > 1 else ""
+    of_cycle = " (the geometric mean over a cycle)" if topology.period > 1 else ""
     picture = braille(topology)
     lines = [
-        f"{topology.name}: {pairs:,} links{cycle}",
+        f"{topology.name}: {pairs:,} link{'s' * (pairs != 1)}{cycle}",
         f"beta {topology.beta:.5f}{of_cycle}; degree {messages:g} (messages that the busiest node sends in a step)",
         "",
         picture if picture is not None else f"({pairs:,} links are too many for a picture)",
-        *(["(its ends meet: the links around it are not drawn)"] if picture is not None and topology.name.startswith("torus") else []),
+        *(["(its ends meet: the links around it are not drawn)"] if picture is not None and has_hidden_links(topology) else []),
         "",
         *_chart(topology, values),
         "",

@@ -14,9 +14,12 @@ COUNTS = {**_DECIMAL, "B": 1e9}  # a billion, as in "a model of 7B"
 BYTES_PER_SECOND = {"": 1.0, **{f"{p}B/s": f for p, f in _PREFIX.items()}, **{f"{p}bit/s": f / 8 for p, f in _DECIMAL.items()}}
 
 
+NUMBER = r"[+-]?(?:\d{1,3}(?:,\d{3})+|[\d_]*)(?:\.\d*)?"  # 18,768 is eighteen thousand; 1,5 is nothing, lest it be taken for 15
+
+
 def _parser(units: dict[str, float], what: str, forms: str) -> Callable[[str], float]:
     def parse(text: str) -> float:
-        found = re.fullmatch(r"\s*([+-]?[\d.,_]*\d[\d.]*(?:[eE][+-]?\d+)?)\s*(\S*)\s*", text)
+        found = re.fullmatch(rf"\s*({NUMBER}(?:[eE][+-]?\d+)?)\s*(\S*)\s*", text)
         if not found or found.group(2) not in units:
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}: write {forms}")
         try:
@@ -36,11 +39,22 @@ bandwidth = _parser(
 _count = _parser(COUNTS, "a number", "25.5M, 330M or 7B; a plain number is as it stands")
 
 
+_nodes = _parser({"": 1.0, "k": 1e3}, "a whole number", "it in digits, such as 32")
+
+
 def count(text: str) -> int:
-    """A whole number."""
-    value = _count(text)
+    """A whole number, of parameters or steps."""
+    return _whole(_count(text), text, "25.5M, 330M or 7B, or all its digits")
+
+
+def nodes(text: str) -> int:
+    """A whole number, of nodes or of steps between two averages."""
+    return _whole(_nodes(text), text, "it in digits, such as 32")
+
+
+def _whole(value: float, text: str, forms: str) -> int:
     if not math.isfinite(value) or abs(value - round(value)) > 1e-6 * max(1.0, abs(value)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: write 25.5M, 330M or 7B, or all its digits")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: write {forms}")
     return round(value)
 
 

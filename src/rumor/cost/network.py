@@ -88,6 +88,11 @@ class Workload:
         """Of one copy of the parameters, d b."""
         return self.parameters * self.bytes_per_parameter
 
+    @property
+    def summed_bytes(self) -> float:
+        """Of one copy in a global round, which sums in float32 or better."""
+        return self.parameters * max(self.bytes_per_parameter, 4.0)
+
 
 class Network(Protocol):
     """What the time model needs to know of a network."""
@@ -156,7 +161,8 @@ class Measured:
     ddp_seconds: float | None = None
 
     def __post_init__(self) -> None:
-        check_number("ddp_seconds", self.ddp_seconds or 0.0, "seconds", zero=True)
+        if self.ddp_seconds is not None:
+            check_number("ddp_seconds", self.ddp_seconds, "seconds", zero=True)
         check_number("all_reduce_seconds", self.all_reduce_seconds, "seconds")
         if not self.gossip_seconds:
             raise ValueError("gossip_seconds must name at least one topology, as in {'one-peer-exponential': 0.150}, got none")

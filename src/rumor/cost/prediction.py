@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rumor.algorithm import GossipPGA, gossip_pga, gossip_sgd, local_sgd, parallel_sgd
+from rumor.algorithm import GossipPGA, gossip_pga, gossip_sgd, local_sgd
 from rumor.cost.network import TOPOLOGIES, Network, Workload, degree, kind
 from rumor.schedule import check_whole
 from rumor.theory import transient_stage
@@ -108,7 +108,7 @@ def predict(
             raise ValueError(f"{topology} is for n={topology.n} nodes, but n={n} are planned for")
     if H is None:
         H = min(H_max, max([2, *(times.period(topology) for topology in sorted(given, key=times.gossip)[:1])]))
-    rows = [times.row("Parallel SGD", parallel_sgd(n), 1), times.row("Local SGD", local_sgd(n, H), H)]
+    rows = [times.parallel(), times.row("Local SGD", local_sgd(n, H), H)]
     for topology in given:
         rows.append(times.row("Gossip SGD", gossip_sgd(topology), None))
         rows.append(times.row("Gossip-PGA", gossip_pga(topology, H), H))
@@ -122,36 +122,47 @@ class _Times:
 
     def __init__(self, n: int, workload: Workload, network: Network):
         self.n, self.workload, self.network = n, workload, network
-        self.mean = network.all_reduce(n, workload.bytes) if n > 1 else 0.0
-        self.mean_copies = 2 * (n - 1) / n  # of the model, that a node sends in an all-reduce
+        self.mean, self.mean_bytes = self._all_reduce(workload.summed_bytes)
+
+    def _all_reduce(self, bytes: float) -> tuple[float, float]:
+        """Seconds, and bytes that a node sends."""
+        return (self.network.all_reduce(self.n, bytes), 2 * (self.n - 1) / self.n * bytes) if self.n > 1 else (0.0, 0.0)
 
     def gossip(self, topology: Topology) -> tuple[float, float]:
-        """Seconds of a step, and copies of the model that the busiest node sends in it."""
+        """Seconds of a step, and bytes that the busiest node sends in it."""
         if topology.is_complete and self.n > 2:
-            return self.mean, self.mean_copies  # the engine takes an all-reduce where W = 11'/n
-        return (self.network.gossip(topology, self.workload.bytes), degree(topology)) if topology.has_links else (0.0, 0.0)
+            return self.mean, self.mean_bytes  # the engine takes an all-reduce where W = 11'/n
+        if not topology.has_links:
+            return 0.0, 0.0
+        return self.network.gossip(topology, self.workload.bytes), degree(topology) * self.workload.bytes
 
     def period(self, topology: Topology) -> int:
         return period_for(self.workload.compute, self.gossip(topology)[0], self.mean)
 
+    def parallel(self) -> Prediction:
+        """Parallel SGD as DDP runs it: its gradients travel in the parameters' own precision."""
+        compute, (mean, sent) = self.workload.compute, self._all_reduce(self.workload.bytes)
+        ddp = self.network.ddp() if self.n > 1 else None
+        seconds, overlapped = (compute + mean, max(compute, mean)) if ddp is None else (compute + ddp, compute + ddp)
+        return Prediction("Parallel SGD", None, 1, seconds, overlapped, sent, self._hours(seconds), 0.0, 0.0)
+
     def row(self, method: str, algorithm: GossipPGA, H: int | None) -> Prediction:
         compute, share = self.workload.compute, 0.0 if H is None else 1 / H  # of the steps that are global
-        gossip, copies = self.gossip(algorithm.topology)
+        gossip, sent = self.gossip(algorithm.topology)
         seconds = (1 - share) * (compute + gossip) + share * (compute + self.mean)
-        overlapped = (1 - share) * max(compute, gossip) + share * max(compute, self.mean)
-        ddp = self.network.ddp() if self.n > 1 else None
-        if method == "Parallel SGD" and ddp is not None:
-            seconds = overlapped = compute + ddp
-        has_neighbors = method not in ("Parallel SGD", "Local SGD")
+        has_neighbors, has_theory = method != "Local SGD", method != "OSGP"
         return Prediction(
             method,
             topology=kind(algorithm.topology) if has_neighbors else None,
             H=H,
             seconds=seconds,
-            seconds_overlapped=overlapped,
-            bytes=((1 - share) * copies + share * self.mean_copies) * self.workload.bytes,
-            hours=seconds * self.workload.steps / 3600,
-            transient_stage=None if method == "OSGP" else transient_stage(algorithm),
-            transient_stage_iid=None if method == "OSGP" else transient_stage(algorithm, iid=True),
+            seconds_overlapped=(1 - share) * max(compute, gossip) + share * max(compute, self.mean),
+            bytes=(1 - share) * sent + share * self.mean_bytes,
+            hours=self._hours(seconds),
+            transient_stage=transient_stage(algorithm) if has_theory else None,
+            transient_stage_iid=transient_stage(algorithm, iid=True) if has_theory else None,
             note=self.network.note(algorithm.topology) if has_neighbors else None,
         )
+
+    def _hours(self, seconds: float) -> float:
+        return seconds * self.workload.steps / 3600

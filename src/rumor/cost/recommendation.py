@@ -43,10 +43,13 @@ class Recommendation:
     notes: tuple[str, ...] = ()
 
 
-def recommend(n: int, workload: Workload, network: Network, *, max_period: int | None = None, iid: bool = False) -> Recommendation:
+def recommend(
+    n: int, workload: Workload, network: Network, *, H: int | None = None, max_period: int | None = None, iid: bool = False
+) -> Recommendation:
     """The method, topology and H to take for `workload` on `n` nodes of `network`.
 
     Args:
+        H: the period to take if it is Gossip-PGA; None to choose one.
         max_period: a bound on H, say from `rumor.theory` for the transient stage that the run can afford.
         iid: whether all nodes draw from the same data; decides which transient stage counts.
 
@@ -55,27 +58,28 @@ def recommend(n: int, workload: Workload, network: Network, *, max_period: int |
     >>> recommend(32, Workload(25_500_000, 0.146), seen).call
     'rumor.gossip_pga(rumor.one_peer_exponential(32), H=5)'
     """
-    if max_period is not None:
-        check_whole("max_period", max_period, 1)
+    for name, value in (("H", H), ("max_period", max_period)):
+        if value is not None:
+            check_whole(name, value, 1)
     if n == 1:
         seconds = predict(n, workload, network)[0].seconds
         return Recommendation("Parallel SGD", None, 1, seconds, "rumor.parallel_sgd(1)", "with one node there is no one to average with")
-    case = _case(n, workload, network, min(LONGEST, max_period or LONGEST), iid)
-    if case.parallel.seconds <= (1 + WORTH_IT) * case.best.seconds:
-        call = f"rumor.parallel_sgd({n})"
-        return Recommendation("Parallel SGD", None, 1, case.parallel.seconds, call, why_parallel(case), notes(case))
+    case = _case(n, workload, network, H, min(LONGEST, max_period or LONGEST), iid)
+    if case.parallel.seconds <= (1 + WORTH_IT) * case.best.seconds or case.H == 1:  # Gossip-PGA with H = 1 is Parallel SGD
+        call, seconds = f"rumor.parallel_sgd({n})", min(case.parallel.seconds, case.best.seconds)
+        return Recommendation("Parallel SGD", None, 1, seconds, call, why_parallel(case), notes(case))
     call = f"rumor.gossip_pga(rumor.{kind(case.topology).replace('-', '_')}({n}), H={case.H})"
     return Recommendation("Gossip-PGA", kind(case.topology), case.H, case.best.seconds, call, why_gossip_pga(case), notes(case))
 
 
-def _case(n: int, workload: Workload, network: Network, longest: int, iid: bool) -> Case:
+def _case(n: int, workload: Workload, network: Network, given: int | None, longest: int, iid: bool) -> Case:
     """The best of Gossip-PGA (rules 2 and 3), and what it is up against."""
-    rows, mean = predict(n, workload, network), network.all_reduce(n, workload.bytes)
+    rows, mean = predict(n, workload, network), network.all_reduce(n, workload.summed_bytes)
     gossip = {row.topology: row.seconds for row in rows if row.method == "Gossip SGD" and row.topology}
     candidates: list[tuple[Prediction, Prediction]] = []  # Gossip-PGA, and Local SGD of the same period
     for name, seconds in gossip.items():
         if seconds <= (1 + TIE) * min(gossip.values()):
-            H = min(longest, period_for(workload.compute, seconds - workload.compute, mean))
+            H = given or min(longest, period_for(workload.compute, seconds - workload.compute, mean))
             _, local, _, best, *_ = predict(n, workload, network, H=H, topologies=[TOPOLOGIES[name](n)])
             candidates.append((best, local))
     shortest = min(best.stage(iid) for best, _ in candidates)

@@ -12,6 +12,7 @@ from rumor.matrix import Array, Circulant
 from rumor.theory.constants import Mixing, check_period, mixing
 from rumor.topology import Topology
 
+LONGEST = 100_000  # a period is summed step by step
 DENSE_UP_TO = 4096  # nodes; all eigenvalues of a dense matrix take a minute there
 
 
@@ -37,6 +38,8 @@ def consensus_distance(topology: Topology, H: float, lr: float, sigma2: float, b
     0.75
     """
     check_period(H)
+    if LONGEST < H < math.inf:
+        raise ValueError(f"H={H} is longer than {LONGEST:,} steps: by then it is math.inf's steady state")
     if not (lr > 0 and sigma2 >= 0 and b2 >= 0 and 0 <= lr * mu < 1):
         raise ValueError(f"needs lr > 0, sigma2 >= 0, b2 >= 0 and 0 <= lr mu < 1, got lr={lr}, sigma2={sigma2}, b2={b2}, mu={mu}")
     if topology.n == 1:

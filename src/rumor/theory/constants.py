@@ -55,9 +55,13 @@ def _gossip_alone(beta: float) -> float:
 
 
 def _check(beta: float, H: float) -> None:
+    check_beta(beta)
+    check_period(H)
+
+
+def check_beta(beta: float) -> None:
     if not 0 <= beta <= 1:
         raise ValueError(f"beta = ||W - 11'/n||_2 must be between 0 and 1, got beta={beta!r}")
-    check_period(H)
 
 
 def check_period(H: float) -> None:

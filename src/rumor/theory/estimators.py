@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from rumor.schedule import check_whole
+
 LossFn = Callable[..., Tensor]
 AT_LEAST = 5  # Lanczos steps: a start that is almost an eigenvector may stand still for a while
 
@@ -67,6 +69,7 @@ def estimate(
     >>> round(found.L, 9), found.sigma2, found.b2
     (9.0, 0.0, 0.0)
     """
+    check_whole("iterations", iterations, 1)
     nodes = [list(node) for node in batches]
     for i, node in enumerate(nodes):
         if len(node) < 2:
@@ -146,6 +149,8 @@ class _Problem:
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if not trained:
             raise ValueError("no parameter of the model requires gradients: there is nothing to estimate")
+        if any(p.is_complex() for p in trained.values()):
+            raise ValueError("complex parameters: the estimates are of real ones; hold them as torch.view_as_real(...)")
         self.model, self.loss_fn, self.seed, self.gpus = _WithLoss(model), loss_fn, seed, _gpus(model)
         self.x = {f"model.{name}": p.detach().clone().requires_grad_() for name, p in trained.items()}
         self.buffers = {f"model.{name}": b for name, b in model.named_buffers()}
@@ -155,8 +160,12 @@ class _Problem:
         arguments = batch if isinstance(batch, (tuple, list)) else (batch,)
         lent = {**self.x, **{name: b.clone() for name, b in self.buffers.items()}}
         loss: Tensor = functional_call(self.model, lent, (self.loss_fn, arguments))
+        if not isinstance(loss, Tensor) or not loss.requires_grad:
+            raise ValueError(f"loss_fn must return a tensor that depends on the model's parameters, got {loss!r}")
         if loss.numel() != 1:
             raise ValueError(f"loss_fn must return one number, got a tensor of shape {list(loss.shape)}")
+        if not torch.isfinite(loss):
+            raise ValueError(f"the loss of batch {which} is {loss.item()}: batches must not be empty, nor data infinite")
         return loss
 
     def gradient(self, batch: Any, which: int) -> tuple[float, Tensor]:

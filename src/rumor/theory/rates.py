@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from rumor.algorithm import Algorithm
-from rumor.theory.constants import Mixing, Regime, check_nodes, mixing
+from rumor.theory.constants import Mixing, Regime, check_beta, check_nodes, mixing
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Guarantee:
 
     def bound(self, T: int, lr: float | None = None) -> float:
         """The bound (58) after T + 1 iterations at step size `lr`, or at `step_size(T)`."""
+        _check_positive("T", T)
         lr = self.step_size(T) if lr is None else lr
         if not 0 < lr <= self.lr_max:
             raise ValueError(f"the bound holds for step sizes 0 < lr <= lr_max = {self.lr_max:.4g}, got lr={lr!r}")
@@ -183,7 +184,8 @@ def period_limits(n: int, beta: float, T: float, sigma2: float, b2: float, F_0: 
     check_nodes(n)
     _check_positive("T", T)
     _check_positive("F_0", F_0)
-    _check_not_negative(beta=beta, sigma2=sigma2, b2=b2)
+    _check_not_negative(sigma2=sigma2, b2=b2)
+    check_beta(beta)
     room = sigma2 * T / F_0  # sigma^2 T / F_0
     return PeriodLimits(
         heterogeneity=_ratio((room * sigma2**2) ** 0.25, beta * math.sqrt(b2) * n**0.75),
