@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, wait
@@ -160,6 +161,9 @@ def _side_by_side(work: list[Job], workers: int, bar: tqdm) -> None:
     start = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(start)
     done = context.Queue()
+    # noted and acted on below: an exception out of nowhere may be raised, and lost, in the middle of somebody else's clean-up
+    interrupted = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     with ProcessPoolExecutor(min(workers, len(work)), context, _start_worker, (done,)) as pool:
         running: set[Future[None]] = {pool.submit(_work, job) for job in work}
         try:
@@ -169,11 +173,14 @@ def _side_by_side(work: list[Job], workers: int, bar: tqdm) -> None:
                     bar.update(done.get())
                 for future in finished:
                     future.result()  # what went wrong in a worker goes on here
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
         except BaseException:
             for worker in multiprocessing.active_children():
                 worker.terminate()  # what it was at is lost, what is finished is on disk
             raise
         finally:
+            signal.signal(signal.SIGINT, before)
             pool.shutdown(cancel_futures=True)
 
 
