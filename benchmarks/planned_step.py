@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rumor
 from measure import machine, save
+from on_host import timed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -44,20 +43,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=10, help="turns, each of 3 periods")
     parser.add_argument("--out", type=Path, default=Path("planned-step.json"))
     options = parser.parse_args()
+    if options.H < 1 or options.repeats < 1:
+        parser.error(f"--H and --repeats must be at least 1, got {options.H} and {options.repeats}")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    times: dict[str, list[float]] = {}
-    steps = contestants(dist.get_world_size(), options.H)
-    for turn in range(options.repeats + 1):  # the first warms up
-        for name, step in steps.items():
-            dist.barrier()
-            began = time.perf_counter()
-            for _ in range(3 * options.H):
-                step()
-            dist.barrier()
-            if turn:
-                times.setdefault(name, []).append((time.perf_counter() - began) / (3 * options.H))
+    found = timed(contestants(dist.get_world_size(), options.H), 3 * options.H, options.repeats)
     if dist.get_rank() == 0:
-        found = {name: {"median": statistics.median(t), "fastest": min(t), "slowest": max(t)} for name, t in times.items()}
         for name, spread in found.items():
             print(f"{name:24} {1e3 * spread['median']:6.0f} ms   ({1e3 * spread['fastest']:.0f} to {1e3 * spread['slowest']:.0f})")
         save(options.out, {"machine": machine(), "n": dist.get_world_size(), "H": options.H, "seconds": found})

@@ -13,17 +13,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from rumor.arrivals import Gossip, Links, Mean, Work, gossiping, scaled
 from rumor.channel import Alarm, Channel, DeviceAlarm, Message
-from rumor.engine import NO_SCALARS, Buckets, Mixed, Pending, accumulator, rounded
+from rumor.engine import Pending, accumulator, rounded
 from rumor.flat import as_real
 from rumor.metrics import Metrics
 from rumor.topology import Topology
@@ -33,7 +33,7 @@ Group = dist.ProcessGroup
 # a message must never meet one of another Averager, so each engine numbers its buckets from a start that all ranks have agreed on
 TAGS_OF_AN_ENGINE, ENGINES = 2**16, 2**15
 _engines = 0  # that this process has agreed on
-_UnderWay = dict[int, tuple[list[dist.Work], Channel]]
+_UnderWay = dict[int, tuple[list[Work], Channel]]
 _orphans: list[_UnderWay] = []  # of engines that are gone: gloo breaks the connection if memory that a message will fill is freed
 
 
@@ -54,7 +54,7 @@ class ProcessGroup:
         self.device = torch.device("cpu") if self._is_host else torch.device("cuda", torch.cuda.current_device())
         self._tags = itertools.count()
         self._channels: dict[int, Channel] = {}
-        self._links: dict[tuple[Topology, int], _Links] = {}
+        self._links: dict[tuple[Topology, int], Links] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._under_way: _UnderWay = {}
         self.forget_alarm()
@@ -65,28 +65,28 @@ class ProcessGroup:
     def gossip(self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
         channel, links = self._channel(x), self._links_of(topology, k)
         channel.write_head(self._alarm, self.rank, k, scalars)
-        works: list[dist.Work] = []
-        self._guard(lambda: works.extend(self._post(channel, links)), _gossiping(links, k))
+        works: list[Work] = []
+        self._guard(lambda: works.extend(self._post(channel, links)), gossiping(links, k))
         self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += len(links.send) * channel.out.whole.nbytes
-        return _Gossip(self, channel, works, links, k, 0 if scalars is None else scalars.numel(), own)
+        return Gossip(self, channel, works, links, k, 0 if scalars is None else scalars.numel(), own)
 
     def mean(self, x: Tensor, k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True) -> Pending:
         channel = self._channel(x)
         if finite:
             channel.write_head(self._alarm, self.rank, k, None)
         total = channel.total()
-        _scaled(channel.out.payload, 1 / self.n, total.payload)
+        scaled(channel.out.payload, 1 / self.n, total.payload)
         doing = f"{doing} at step {k}"
         total.write_shared_head(self._alarm.is_known(), doing)
         count = 0 if scalars is None else scalars.numel()
         if scalars is not None:
             total.scalars(count).copy_(scalars)
-        works: list[dist.Work] = []
+        works: list[Work] = []
         self._guard(lambda: works.extend(self._post_sum(total)), doing)
         self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += 2 * (self.n - 1) * total.whole.nbytes // self.n
-        return _Mean(self, channel, works, doing, count)
+        return Mean(self, channel, works, doing, count)
 
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
         links = self._links_of(topology, k)
@@ -160,7 +160,7 @@ class ProcessGroup:
         room.copy_(x.reshape(-1))
         return self._channels.pop(room.data_ptr())
 
-    def _links_of(self, topology: Topology, k: int) -> _Links:
+    def _links_of(self, topology: Topology, k: int) -> Links:
         key = (topology, k % topology.period)
         if key not in self._links:
             if topology.n != self.n:
@@ -170,10 +170,10 @@ class ProcessGroup:
             tells = [dist.get_global_rank(self.group, j) for j in pushes]
             own = topology.self_weight(self.rank, k)
             lost = [sum(w - rounded(w) for w in weights) for weights in (pulls.values(), pushes.values())]
-            self._links[key] = _Links(hears, tells, own, own + lost[0], own + lost[1])
+            self._links[key] = Links(hears, tells, own, own + lost[0], own + lost[1])
         return self._links[key]
 
-    def _post(self, channel: Channel, links: _Links) -> list[dist.Work]:
+    def _post(self, channel: Channel, links: Links) -> list[Work]:
         """All messages of a bucket at once, to and from all neighbours."""
         out, tag, group = channel.out.whole, channel.tag, self.group
         inbox = [(message.whole, peer) for message, (_, peer, _) in zip(channel.inbox(len(links.receive)), links.receive, strict=True)]
@@ -184,14 +184,14 @@ class ProcessGroup:
         operations += [dist.P2POp(dist.irecv, room, peer, group, tag) for room, peer in inbox]
         return list(dist.batch_isend_irecv(operations)) if operations else []  # NCCL would deadlock on them one by one
 
-    def _post_sum(self, total: Message) -> list[dist.Work]:
+    def _post_sum(self, total: Message) -> list[Work]:
         return [dist.all_reduce(total.whole, group=self.group, async_op=True)] if self.n > 1 else []
 
-    def _arrive(self, channel: Channel, works: list[dist.Work], doing: str) -> None:
+    def _arrive(self, channel: Channel, works: list[Work], doing: str) -> None:
         self._wait(works, doing)
         self._under_way.pop(channel.tag, None)
 
-    def _wait(self, works: list[dist.Work], doing: str) -> None:
+    def _wait(self, works: list[Work], doing: str) -> None:
         """Waits for each once: a second wait() on a gloo message would wait for a second message."""
         began = time.perf_counter()
         while works:
@@ -225,97 +225,6 @@ class ProcessGroup:
             f"the model of node {alarm % self.n} was not finite (NaN or Inf) when it was sent at step {alarm // self.n}; it was kept from "
             "spreading, and all ranks stop here: go back to the last checkpoint, with a lower learning rate or clipped gradients"
         )
-
-
-def _scaled(x: Tensor, factor: float, out: Tensor) -> Tensor:
-    """out <- factor x; `out` may be of a wider dtype, which the product is then taken in."""
-    return torch.mul(x, factor, out=out) if x.dtype == out.dtype else out.copy_(x).mul_(factor)
-
-
-def _gossiping(links: _Links, k: int) -> str:
-    return f"gossiping at step {k} with node {', '.join(str(node) for node, _, _ in links.receive)}"
-
-
-class _Links(NamedTuple):
-    """Whom this rank hears from (node, global rank, weight), whom it sends to (global ranks), and its own weight.
-
-    `own_32` makes up for the rounding to float32 of the weights that it hears with, `kept_32` for that of the shares that it pushes: a sum
-    of weights that is off 1 would move the mean, step by step, always the same way.
-    """
-
-    receive: list[tuple[int, int, float]]
-    send: list[int]
-    own: float
-    own_32: float
-    kept_32: float
-
-
-@dataclass
-class _Gossip(Pending):
-    engine: ProcessGroup
-    channel: Channel
-    works: list[dist.Work]
-    links: _Links
-    k: int
-    scalars: int
-    own: bool
-
-    def arrived(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Payload, scalars and weight of each neighbour's message; what is not finite is replaced by this node's own."""
-        engine, own = self.engine, self.channel.out
-        engine._arrive(self.channel, self.works, _gossiping(self.links, self.k))
-        for message, (node, _, w) in zip(self.channel.inbox(len(self.links.receive)), self.links.receive, strict=True):
-            finite = engine._alarm.hear(message, node, self.k)
-            if isinstance(finite, Tensor):
-                payload = torch.where(finite, message.payload, own.payload)
-                yield payload, torch.where(finite, message.scalars(self.scalars), own.scalars(self.scalars)), w
-            else:
-                taken = message if finite else own
-                yield taken.payload, taken.scalars(self.scalars), w
-
-    def wait(self) -> Mixed:
-        out = self.channel.out
-        mixed = self.engine._room_to_mix(len(out.payload), out.payload.dtype, out.payload.device)
-        own = 0.0 if not self.own else self.links.own_32 if mixed.dtype == torch.float32 else self.links.own
-        _scaled(out.payload, own, mixed) if self.own else mixed.zero_()
-        scalars = out.scalars(self.scalars) * own
-        for payload, theirs, w in self.arrived():
-            mixed.add_(payload, alpha=w)
-            scalars += w * theirs
-        return Mixed(mixed, scalars)
-
-    def write_to(self, x: Buckets, b: int) -> None:
-        """W x = x + (1 - w_ii) (the neighbours' average - x), straight into the parameters: one pass less than by way of a buffer."""
-        if self.channel.out.payload.dtype != accumulator(self.channel.out.payload.dtype):
-            return super().write_to(x, b)  # half precision: sum in float32 first
-        average, total = None, 0.0
-        for payload, _, w in self.arrived():
-            total += w
-            average = payload if average is None else torch.lerp(average, payload, w / total, out=average)
-        if average is not None:
-            x.lerp(b, average, total)
-
-
-@dataclass
-class _Mean(Pending):
-    engine: ProcessGroup
-    channel: Channel
-    works: list[dist.Work]
-    doing: str
-    scalars: int
-
-    def wait(self) -> Mixed:
-        engine, total = self.engine, self.channel.total()
-        engine._arrive(self.channel, self.works, self.doing)
-        head = total.head.tolist()
-        if not total.all_did_the_same(head, engine.n):
-            raise RuntimeError(
-                f"ranks are out of step: rank {engine.rank} was {self.doing}, another one was doing something else. Every rank must call "
-                "step(), averaged(), finish() and consensus_distance() in the same order and equally often, also one with fewer batches"
-            )
-        if head[1] > 0:
-            raise engine._settle_alarm(self.doing)
-        return Mixed(total.payload, total.scalars(self.scalars).double() / engine.n if self.scalars else NO_SCALARS)
 
 
 def check_model(model: torch.nn.Module, group: Group | None, local_group: Group | None) -> None:

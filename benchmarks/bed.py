@@ -1,0 +1,170 @@
+"""A cluster on one machine: N hosts as network namespaces behind one switch, every link shaped in both directions.
+
+    sudo python benchmarks/bed.py --hosts 4 --rate 500mbit -- python script.py        # script.py on every host, as torchrun would start it
+
+Real processes, real TCP; the cores are shared by all hosts. It is taken down again whatever happens. Needs root and iproute2 (`ip`, `tc`);
+without them, or with --rate loopback, the processes run on this host over its loopback device, unshaped, and it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+
+LOOPBACK = "loopback"
+BURST = "256kb"  # of a token bucket: small beside a message, large enough for 1 Gbit/s
+QUEUE = "100ms"
+
+
+class Bed:
+    """N hosts. Use it as a context; `run` starts one process on each and waits for all."""
+
+    def __init__(self, hosts: int, rate: str):
+        self.hosts, self.rate = hosts, rate
+        self.why_not = _why_not() if rate != LOOPBACK else None
+        self.shaped = rate != LOOPBACK and self.why_not is None
+        self._name = f"rumor{os.getpid()}"
+
+    @property
+    def label(self) -> str:
+        """For every table and picture."""
+        return f"{self.hosts} hosts, {self.rate}" if self.shaped else f"{self.hosts} processes, loopback, unshaped"
+
+    def __enter__(self) -> Bed:
+        if self.why_not:
+            print(f"no shaped network here: {self.why_not}; running over loopback, unshaped", file=sys.stderr)
+        if self.shaped:
+            try:
+                self._build()
+            except BaseException:
+                self._take_down()
+                raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.shaped:
+            self._take_down()
+
+    def set_rate(self, rate: str) -> None:
+        """Shapes every link anew."""
+        self.rate = rate
+        if self.shaped:
+            for i in range(self.hosts):
+                self._shape(i)
+
+    def run(self, command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None) -> None:
+        """`command` on every host with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. If one fails or is late, all are ended."""
+        shared = {**os.environ, **(env or {}), "WORLD_SIZE": str(self.hosts), "MASTER_PORT": str(_free_port()), "RUMOR_BED": self.label}
+        shared |= {"MASTER_ADDR": _address(0) if self.shaped else "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        shared |= {"GLOO_SOCKET_IFNAME": "eth0"} if self.shaped else {}
+        processes = []
+        try:
+            for i in range(self.hosts):
+                inside = ["ip", "netns", "exec", self._host(i)] if self.shaped else []
+                processes.append(subprocess.Popen([*inside, *command], env={**shared, "RANK": str(i), "LOCAL_RANK": "0"}))
+            _wait_for_all(processes, timeout)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+
+    def _host(self, i: int) -> str:
+        return f"{self._name}-h{i}"
+
+    @property
+    def _switch(self) -> str:
+        return f"{self._name}-switch"
+
+    def _build(self) -> None:
+        _ip("netns", "add", self._switch)
+        _ip("-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._switch, "link", "set", "bridge", "up")
+        for i in range(self.hosts):
+            host = self._host(i)
+            _ip("netns", "add", host)
+            _ip("link", "add", "eth0", "netns", host, "type", "veth", "peer", "name", f"port{i}", "netns", self._switch)
+            _ip("-n", self._switch, "link", "set", f"port{i}", "master", "bridge", "up")
+            _ip("-n", host, "addr", "add", f"{_address(i)}/24", "dev", "eth0")
+            _ip("-n", host, "link", "set", "eth0", "up")
+            _ip("-n", host, "link", "set", "lo", "up")
+            self._shape(i)
+
+    def _shape(self, i: int) -> None:
+        for place, device in ((self._host(i), "eth0"), (self._switch, f"port{i}")):
+            bucket = ["tbf", "rate", self.rate, "burst", BURST, "latency", QUEUE]
+            _call("tc", "-n", place, "qdisc", "replace", "dev", device, "root", *bucket)
+
+    def _take_down(self) -> None:
+        """All that is there, whatever failed before."""
+        for name in (*(self._host(i) for i in range(self.hosts)), self._switch):
+            subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+
+
+def _why_not() -> str | None:
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    return f"{' and '.join(missing)} not found (Debian: apt-get install iproute2)" if missing else None
+
+
+def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        failed = [i for i, process in enumerate(processes) if process.poll() not in (None, 0)]
+        if failed:
+            time.sleep(1.0)  # what the others have to say of it
+            raise RuntimeError(f"host {failed[0]} failed with exit code {processes[failed[0]].returncode}")
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not all hosts were done within {timeout:g} s")
+        time.sleep(0.05)
+    failed = [i for i, process in enumerate(processes) if process.returncode]
+    if failed:
+        raise RuntimeError(f"host {failed[0]} failed with exit code {processes[failed[0]].returncode}")
+
+
+def _address(i: int) -> str:
+    return f"10.99.0.{i + 1}"
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("", 0))
+        return int(s.getsockname()[1])
+
+
+def _ip(*arguments: str) -> None:
+    _call("ip", *arguments)
+
+
+def _call(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", default="500mbit", help="as tc writes it (200mbit, 1gbit), or loopback")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds until all are ended")
+    parser.add_argument("command", nargs="+", help="after --: what to run on every host")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it is taken down then too
+    try:
+        with Bed(options.hosts, options.rate) as bed:
+            bed.run(options.command, options.timeout)
+    except (RuntimeError, TimeoutError, OSError) as error:
+        sys.exit(f"bed: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Rumor on a network that is really slow (bed.py), beside what users would pick instead and beside what the links allow.
+
+    sudo python benchmarks/network.py exchange       # one gossip step and one average of all, against bytes / rate
+    sudo python benchmarks/network.py step           # a training step: DDP at its best, Gossip, Gossip-PGA, without and with overlap
+    sudo python benchmarks/network.py growth         # the same for 2, 4, 8 and 16 hosts
+
+Each writes benchmarks/results/network-*.json. All contestants of a table run in the same job on the same bed and take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from bed import LOOPBACK, Bed
+from measure import save
+
+HERE = Path(__file__).parent
+PARAMETERS = 1_863_690  # of examples/model_to_plan.py
+H = 6
+RATES = {"200mbit": 25e6, "500mbit": 62.5e6, "1gbit": 125e6}  # bytes/s
+
+
+def on_all_hosts(bed: Bed, timeout: float, *arguments: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        bed.run([sys.executable, str(HERE / "on_host.py"), *arguments, "--out", str(out)], timeout)
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def exchange(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
+    copies = {
+        "one_peer_exponential": 1,
+        "ring": 2,
+        "exponential": 2,
+        "mean": 2 * (hosts - 1) / hosts,
+        "gloo all_reduce": 2 * (hosts - 1) / hosts,
+    }
+    rows = []
+    with Bed(hosts, rates[0]) as bed:
+        for rate in rates:
+            bed.set_rate(rate)
+            found = on_all_hosts(bed, 900, "exchange", "--repeats", str(repeats))
+            for size, seconds in found["seconds"].items():
+                for what, spread in seconds.items():
+                    limit = copies[what] * int(size) / RATES[rate]
+                    rows.append(
+                        {"rate": rate, "bytes": int(size), "what": what, "limit": limit, **spread, "ratio": spread["median"] / limit}
+                    )
+                    beside = f"limit {limit:7.3f}  x{rows[-1]['ratio']:.2f}"
+                    print(f"{rate:>8} {int(size) / 1e6:5.0f} MB {what:22} {spread['median']:7.3f} s  {beside}", flush=True)
+    return {"machine": found["machine"], "bed": found["bed"].split(",")[0], "rows": rows}
+
+
+def step(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
+    rows = []
+    with Bed(hosts, rates[0]) as bed:
+        for rate in rates:
+            bed.set_rate(rate)
+            found = on_all_hosts(bed, 600, "step", "--repeats", str(repeats))
+            rows += _steps(rate, hosts, found["seconds"])
+    return {"machine": found["machine"], "bed": found["bed"].split(",")[0], "parameters": PARAMETERS, "H": H, "rows": rows}
+
+
+def _steps(rate: str, hosts: int, seconds: dict[str, Any]) -> list[dict[str, Any]]:
+    """Each contestant beside max(computing, bytes / rate), and DDP at its best bucket size."""
+    compute = seconds["computing alone"]["median"]
+    ddp = min(spread["median"] for name, spread in seconds.items() if name.startswith("DDP"))
+    rows = []
+    for name, spread in seconds.items():
+        row = {"rate": rate, "hosts": hosts, "what": name, **spread, "times_as_fast_as_ddp": ddp / spread["median"]}
+        if rate in RATES:
+            gossip = 4 * PARAMETERS / RATES[rate]
+            mean = 2 * (hosts - 1) / hosts * gossip
+            sent = {"Gossip,": gossip, "Gossip-PGA,": ((H - 1) * gossip + mean) / H, "DDP,": mean}.get(name.split(" ")[0], 0.0)
+            row["limit"] = max(compute, sent)
+            row["ratio"] = spread["median"] / row["limit"]
+        rows.append(row)
+        beside = f"limit {1e3 * row['limit']:4.0f}  x{row['ratio']:.2f}" if "limit" in row else ""
+        print(
+            f"{hosts:3} hosts {rate:>8} {name:24} {1e3 * spread['median']:5.0f} ms  {beside}  {row['times_as_fast_as_ddp']:.2f} x DDP",
+            flush=True,
+        )
+    return rows
+
+
+def growth(rate: str, repeats: int) -> dict[str, Any]:
+    rows = []
+    for hosts in (2, 4, 8, 16):
+        with Bed(hosts, rate) as bed:
+            found = on_all_hosts(bed, 900, "step", "--repeats", str(repeats))
+        rows += _steps(rate, hosts, found["seconds"])
+    return {"machine": found["machine"], "parameters": PARAMETERS, "H": H, "rows": rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("exchange", "step", "growth"))
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rates", nargs="+", help="as tc writes them, or loopback")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    if options.what == "exchange":
+        results = exchange(options.hosts, options.rates or list(RATES), options.repeats)
+    elif options.what == "step":
+        results = step(options.hosts, options.rates or ["500mbit", "1gbit", LOOPBACK][:2], options.repeats)
+    else:
+        results = growth((options.rates or ["500mbit"])[0], options.repeats)
+    save(options.out or HERE / "results" / f"network-{options.what}.json", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Writes the tables of docs/performance.md from benchmarks/results, so that no figure there is typed in:
+
+python benchmarks/page.py            # rewrite what stands between <!-- table X --> and <!-- end -->
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from rumor.files import replacing
+
+ROOT = Path(__file__).parents[1]
+NAMES = {"one_peer_exponential": "gossip, one peer", "ring": "gossip, ring", "exponential": "gossip, exponential", "mean": "average of all"}
+
+
+def exchange(results: dict[str, Any]) -> list[list[str]]:
+    rows = [["", "MB", *(rate for rate in _rates(results))]]
+    for what in dict.fromkeys(row["what"] for row in results["rows"]):
+        for size in dict.fromkeys(row["bytes"] for row in results["rows"]):
+            found = [row for row in results["rows"] if (row["what"], row["bytes"]) == (what, size)]
+            cells = [f"{row['median']:.3g} s, limit {row['limit']:.3g}: **{row['ratio']:.2f}**" for row in found]
+            rows.append([NAMES.get(what, what), f"{size / 1e6:.0f}", *cells])
+    return rows
+
+
+def step(results: dict[str, Any]) -> list[list[str]]:
+    head = ["", *(f"{rate}: ms a step (fastest to slowest)" for rate in _rates(results))]
+    rows = [
+        [*head, *(f"{rate}: against the limit" for rate in _rates(results)), *(f"{rate}: times as fast as DDP" for rate in _rates(results))]
+    ]
+    for what in dict.fromkeys(row["what"] for row in results["rows"]):
+        found = [row for row in results["rows"] if row["what"] == what]
+        times = [f"{1e3 * row['median']:.0f} ({1e3 * row['fastest']:.0f} to {1e3 * row['slowest']:.0f})" for row in found]
+        limits = [f"{1e3 * row['limit']:.0f} ms: **{row['ratio']:.2f}**" for row in found]
+        rows.append([what, *times, *limits, *(f"{row['times_as_fast_as_ddp']:.2f}" for row in found)])
+    return rows
+
+
+def _rates(results: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for row in results["rows"]))
+
+
+def markdown(rows: list[list[str]]) -> str:
+    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([head, "|" + " --- |" * len(rows[0]), *body])
+
+
+def filled_in(text: str) -> str:
+    def table(match: re.Match[str]) -> str:
+        results = json.loads((ROOT / "benchmarks" / "results" / f"network-{match[1]}.json").read_text())
+        return f"<!-- table {match[1]} -->\n{markdown({'exchange': exchange, 'step': step}[match[1]](results))}\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\S+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+if __name__ == "__main__":
+    page = ROOT / "docs" / "performance.md"
+    with replacing(page) as aside:
+        aside.write_text(filled_in(page.read_text()))

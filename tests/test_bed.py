@@ -1,0 +1,75 @@
+"""The test bed of the benchmarks: real processes on hosts of its own, taken down whatever happens."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import page  # noqa: E402
+from bed import LOOPBACK, Bed  # noqa: E402
+
+HELLO = """
+import os, datetime, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+total = torch.ones(3) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+assert total.tolist() == [3.0] * 3
+open(os.environ["SAID"] + str(dist.get_rank()), "w").write(os.environ["RUMOR_BED"])
+dist.destroy_process_group()
+"""
+
+
+def spaces() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def needs_shaping() -> None:
+    if Bed(2, "100mbit").why_not:
+        pytest.skip(f"no shaped network here: {Bed(2, '100mbit').why_not}")
+
+
+@pytest.mark.parametrize("rate", [LOOPBACK, "100mbit"])
+def test_processes_on_all_hosts_meet(rate: str, tmp_path: Path):
+    if rate != LOOPBACK:
+        needs_shaping()
+    with Bed(2, rate) as bed:
+        bed.run([sys.executable, "-c", HELLO], timeout=60, env={"SAID": str(tmp_path / "rank")})
+        if rate != LOOPBACK:
+            assert f"rumor{os.getpid()}-h1" in spaces()
+    label = "2 processes, loopback, unshaped" if rate == LOOPBACK else "2 hosts, 100mbit"
+    assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [label] * 2
+    if rate != LOOPBACK:
+        assert f"rumor{os.getpid()}" not in spaces()
+
+
+def test_one_that_fails_ends_all_and_the_bed_is_taken_down():
+    needs_shaping()
+    fails = "import os, time; time.sleep(60 if os.environ['RANK'] == '0' else 0); raise SystemExit(7)"
+    with pytest.raises(RuntimeError, match="host 1 failed with exit code 7"), Bed(2, "100mbit") as bed:
+        bed.run([sys.executable, "-c", fails], timeout=50)
+    assert f"rumor{os.getpid()}" not in spaces()
+
+
+def test_one_that_is_late_ends_all():
+    with pytest.raises(TimeoutError, match="within 2 s"), Bed(2, LOOPBACK) as bed:
+        bed.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=2)
+
+
+def test_a_rate_that_tc_does_not_know_is_one_line():
+    needs_shaping()
+    command = [sys.executable, str(ROOT / "benchmarks" / "bed.py"), "--hosts", "2", "--rate", "fast", "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("bed: tc -n rumor")
+    assert "Traceback" not in done.stderr
+
+
+def test_the_pages_tables_are_those_of_the_results():
+    text = (ROOT / "docs" / "performance.md").read_text()
+    assert text.count("<!-- table") == 2
+    assert page.filled_in(text) == text
