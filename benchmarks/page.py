@@ -39,6 +39,17 @@ def step(results: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def growth(results: dict[str, Any]) -> list[list[str]]:
+    hosts = list(dict.fromkeys(row["hosts"] for row in results["rows"]))
+    rows = [["ms a step", *(f"{n} hosts" for n in hosts)]]
+    alone = {row["hosts"]: row["median"] for row in results["rows"] if row["what"] == "computing alone"}
+    for what in dict.fromkeys(row["what"] for row in results["rows"]):
+        found = {row["hosts"]: row["median"] for row in results["rows"] if row["what"] == what}
+        beyond = "" if what == "computing alone" else " (+{:.0f})"
+        rows.append([what, *(f"{1e3 * found[n]:.0f}{beyond.format(1e3 * (found[n] - alone[n]))}" for n in hosts)])
+    return rows
+
+
 def _rates(results: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(row["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for row in results["rows"]))
 
@@ -51,7 +62,8 @@ def markdown(rows: list[list[str]]) -> str:
 def filled_in(text: str) -> str:
     def table(match: re.Match[str]) -> str:
         results = json.loads((ROOT / "benchmarks" / "results" / f"network-{match[1]}.json").read_text())
-        return f"<!-- table {match[1]} -->\n{markdown({'exchange': exchange, 'step': step}[match[1]](results))}\n<!-- end -->"
+        rows = {"exchange": exchange, "step": step, "growth": growth}[match[1]](results)
+        return f"<!-- table {match[1]} -->\n{markdown(rows)}\n<!-- end -->"
 
     return re.sub(r"<!-- table (\S+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
