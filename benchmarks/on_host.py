@@ -65,20 +65,31 @@ def _flat_model(size: int) -> nn.Module:
     return model
 
 
+def with_ddp(**options: Any) -> Step:
+    """A training step of examples/model_to_plan.py in DDP."""
+    model, train = build()
+    ddp = DistributedDataParallel(model, **options)
+    return lambda: train(ddp)
+
+
+def with_averager(algorithm: rumor.GossipPGA) -> Step:
+    """The same with an Averager."""
+    model, train = build()
+    averager = rumor.Averager(model, algorithm)
+    return lambda: (train(), averager.step())
+
+
 def step(repeats: int) -> dict[str, Any]:
     """A whole training step of examples/model_to_plan.py."""
     n = dist.get_world_size()
     peers = rumor.one_peer_exponential(n)
     contestants: dict[str, Step] = {"computing alone": build()[1]}
     for size in BUCKETS_MB:
-        model, train = build()
-        ddp = DistributedDataParallel(model, bucket_cap_mb=size)
-        contestants[f"DDP, bucket_cap_mb={size}"] = lambda train=train, ddp=ddp: train(ddp)  # type: ignore[misc]
-    for name, make in (("Gossip", rumor.gossip_sgd), ("Gossip-PGA", lambda graph, delay: rumor.gossip_pga(graph, H, delay=delay))):
-        for delay in (0, 1):
-            model, train = build()
-            averager = rumor.Averager(model, make(peers, delay=delay))  # type: ignore[operator]
-            contestants[f"{name}, delay={delay}"] = lambda train=train, averager=averager: (train(), averager.step())  # type: ignore[misc]
+        contestants[f"DDP, bucket_cap_mb={size}"] = with_ddp(bucket_cap_mb=size)
+    for delay in (0, 1):
+        contestants[f"Gossip, delay={delay}"] = with_averager(rumor.gossip_sgd(peers, delay=delay))
+    for delay in (0, 1):
+        contestants[f"Gossip-PGA, delay={delay}"] = with_averager(rumor.gossip_pga(peers, H, delay=delay))
     return timed(contestants, 2 * H, repeats)
 
 

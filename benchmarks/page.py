@@ -6,13 +6,15 @@ python benchmarks/page.py            # rewrite what stands between <!-- table X 
 from __future__ import annotations
 
 import json
-import re
+import sys
 from pathlib import Path
 from typing import Any
 
-from rumor.files import replacing
-
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+from logistic import tables  # noqa: E402
+
 NAMES = {"one_peer_exponential": "gossip, one peer", "ring": "gossip, ring", "exponential": "gossip, exponential", "mean": "average of all"}
 
 
@@ -54,21 +56,15 @@ def _rates(results: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(row["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for row in results["rows"]))
 
 
-def markdown(rows: list[list[str]]) -> str:
-    head, *body = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([head, "|" + " --- |" * len(rows[0]), *body])
-
-
 def filled_in(text: str) -> str:
-    def table(match: re.Match[str]) -> str:
-        results = json.loads((ROOT / "benchmarks" / "results" / f"network-{match[1]}.json").read_text())
-        rows = {"exchange": exchange, "step": step, "growth": growth}[match[1]](results)
-        return f"<!-- table {match[1]} -->\n{markdown(rows)}\n<!-- end -->"
+    def make(name: str) -> str:
+        results = json.loads((ROOT / "benchmarks" / "results" / f"network-{name}.json").read_text())
+        head, *rows = {"exchange": exchange, "step": step, "growth": growth}[name](results)
+        return tables.as_text([dict(zip(head, row, strict=True)) for row in rows])
 
-    return re.sub(r"<!-- table (\S+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+    return tables.filled_in(text, make)
 
 
 if __name__ == "__main__":
     page = ROOT / "docs" / "performance.md"
-    with replacing(page) as aside:
-        aside.write_text(filled_in(page.read_text()))
+    tables.write(page, filled_in(page.read_text()))

@@ -8,33 +8,20 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import rumor
 from measure import machine, save
-from on_host import timed
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-
-from model_to_plan import build
+from on_host import Step, build, timed, with_averager, with_ddp
 
 
-def contestants(n: int, H: int) -> dict[str, Callable[[], object]]:
+def contestants(n: int, H: int) -> dict[str, Step]:
     """One training step of each, on a model of its own."""
-    _, alone = build()
-    wrapped, ddp_step = build()
-    ddp = DistributedDataParallel(wrapped)
-    steps: dict[str, Callable[[], object]] = {"computing alone": alone, "DDP": lambda: ddp_step(ddp)}
-    for delay in (0, 1):
-        model, step = build()
-        averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential(n), H, delay=delay))
-        steps[f"Gossip-PGA, delay={delay}"] = lambda step=step, averager=averager: (step(), averager.step())  # type: ignore[misc]
-    return steps
+    peers = rumor.one_peer_exponential(n)
+    averaged = {f"Gossip-PGA, delay={delay}": with_averager(rumor.gossip_pga(peers, H, delay=delay)) for delay in (0, 1)}
+    return {"computing alone": build()[1], "DDP": with_ddp(), **averaged}
 
 
 def main() -> None:

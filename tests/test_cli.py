@@ -231,4 +231,7 @@ def test_the_planning_page_shows_what_the_commands_print(run: Run, monkeypatch: 
 
 def test_the_planning_page_s_python_runs() -> None:
     (block,) = re.findall(r"```python\n(from rumor.cost.*?)```", (ROOT / "docs" / "planning.md").read_text(), re.S)
-    exec(block, {})
+    made: dict[str, object] = {}
+    exec(block, made)
+    assert made["advice"].call.startswith("rumor.gossip_pga(rumor.one_peer_exponential(32)")  # type: ignore[attr-defined]
+    assert {row.H for row in made["rows"] if row.method == "Gossip-PGA"} == {6}  # type: ignore[attr-defined]

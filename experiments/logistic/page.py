@@ -7,7 +7,6 @@ python experiments/logistic/page.py --check    # only say whether it is up to da
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -107,17 +106,15 @@ def _seconds(values: list[float]) -> str:
 
 
 def filled_in(text: str, docs: Path) -> str:
-    """The page with every table made anew. `<!-- table X -->`: a figure's stages, a CSV file as it is, or what the benchmark found."""
+    """The page with every table made anew: a figure's stages, a CSV file as it is, or what the benchmark found."""
 
-    def table(match: re.Match[str]) -> str:
-        name, folder = match[1], docs / "convex"
+    def make(name: str) -> str:
+        folder = docs / "convex"
         if name == "speed":
-            made = speed_table(docs.parent / "benchmarks" / "results")
-        else:
-            made = stage_table(name, folder) if (folder / f"figure-{name}.csv").exists() else plain_table(name, folder)
-        return f"<!-- table {name} -->\n{made}\n<!-- end -->"
+            return speed_table(docs.parent / "benchmarks" / "results")
+        return stage_table(name, folder) if (folder / f"figure-{name}.csv").exists() else plain_table(name, folder)
 
-    return re.sub(r"<!-- table (\S+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
+    return tables.filled_in(text, make)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
+import re
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -97,6 +98,15 @@ def as_text(rows: Sequence[Row]) -> str:
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
     rule = "| " + " | ".join("-" * width for width in widths) + " |"
     return "\n".join([lines[0], rule, *lines[1:]])
+
+
+def filled_in(text: str, make: Callable[[str], str]) -> str:
+    """A page with what stands between each <!-- table X --> and <!-- end --> made anew."""
+
+    def table(match: re.Match[str]) -> str:
+        return f"<!-- table {match[1]} -->\n{make(match[1])}\n<!-- end -->"
+
+    return re.sub(r"<!-- table (\S+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
 
 def _cell(value: object) -> str:
