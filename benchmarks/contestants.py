@@ -1,0 +1,98 @@
+"""Ways to train one model on all hosts, behind one interface: computing alone, DDP, and Rumor's methods. peers.py has other libraries'."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rumor
+from rumor.algorithm import Algorithm
+
+Build = Callable[[], nn.Module]  # the same model on every host
+
+
+class Contestant:
+    """A model, its optimizer, and a training step. This one computes alone, and is what the others are built on."""
+
+    def __init__(self, build: Build, lr: float = 0.05, momentum: float = 0.9):
+        self.model = build()
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.opt.param_groups:
+            group["lr"] = lr
+
+    def backward(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        self.opt.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.backward(self.model, x, y)
+        self.opt.step()
+
+    @torch.no_grad()
+    def mean_model(self) -> nn.Module:
+        """The mean of all hosts' models. A collective."""
+        mean = copy.deepcopy(self.model)
+        for tensor in (*mean.parameters(), *(b for b in mean.buffers() if b.is_floating_point())):
+            dist.all_reduce(tensor)
+            tensor /= dist.get_world_size()
+        return mean
+
+    def close(self) -> None:
+        """Ends what it has started."""
+
+
+class InDDP(Contestant):
+    def __init__(self, build: Build, bucket_cap_mb: float = 4, **options: float):
+        super().__init__(build, **options)
+        self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_cap_mb)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.backward(self.ddp, x, y)
+        self.opt.step()
+
+
+class WithRumor(Contestant):
+    def __init__(self, build: Build, algorithm: Algorithm, **options: float):
+        super().__init__(build, **options)
+        self.averager = rumor.Averager(self.model, algorithm)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        loss = self.backward(self.model, x, y)
+        self.opt.step()
+        self.averager.step(loss, lr=self.opt.param_groups[0]["lr"])
+
+
+def methods(n: int, H: int, warmup: int) -> dict[str, Algorithm]:
+    """Every method of the paper, by the name that tables call it, on the one-peer exponential graph."""
+    peers = rumor.one_peer_exponential(n)
+    return {
+        "Parallel SGD": rumor.parallel_sgd(n),
+        "Local SGD": rumor.local_sgd(n, H),
+        "Gossip SGD": rumor.gossip_sgd(peers),
+        "Gossip SGD, delay=1": rumor.gossip_sgd(peers, delay=1),
+        "OSGP": rumor.osgp(peers),
+        "SlowMo": rumor.slowmo(peers, H),
+        "Gossip-PGA": rumor.gossip_pga(peers, H),
+        "Gossip-PGA, delay=1": rumor.gossip_pga(peers, H, delay=1),
+        "Gossip-AGA": rumor.gossip_aga(peers, warmup),
+        "Gossip-AGA, delay=1": rumor.gossip_aga(peers, warmup, delay=1),
+    }
+
+
+def ours(n: int, H: int, warmup: int, bucket_caps_mb: Iterable[float] = (1, 4, 25)) -> dict[str, Callable[..., Contestant]]:
+    """How to build each contestant of this file: `ours(...)[name](build, lr=..., momentum=...)`."""
+    found: dict[str, Callable[..., Contestant]] = {"computing alone": Contestant}
+    for cap in bucket_caps_mb:
+        found[f"DDP, bucket_cap_mb={cap:g}"] = lambda build, cap=cap, **options: InDDP(build, cap, **options)
+    for name, algorithm in methods(n, H, warmup).items():
+        found[name] = lambda build, algorithm=algorithm, **options: WithRumor(build, algorithm, **options)
+    return found
