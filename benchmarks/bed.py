@@ -22,21 +22,27 @@ from types import TracebackType
 LOOPBACK = "loopback"
 BURST = "256kb"  # of a token bucket: small beside a message, large enough for 1 Gbit/s
 QUEUE = "100ms"
+NETWORK = "10.99.0.0/24"
+CONGESTION = "cubic"  # Linux's default, whatever the machine below has been set to
 
 
 class Bed:
     """N hosts. Use it as a context; `run` starts one process on each and waits for all."""
 
-    def __init__(self, hosts: int, rate: str):
-        self.hosts, self.rate = hosts, rate
+    def __init__(self, hosts: int, rate: str, congestion: str = CONGESTION):
+        self.hosts, self.rate, self.congestion = hosts, rate, congestion
         self.why_not = _why_not() if rate != LOOPBACK else None
         self.shaped = rate != LOOPBACK and self.why_not is None
         self._name = f"rumor{os.getpid()}"
 
     @property
+    def name(self) -> str:
+        return f"{self.hosts} hosts, {self.congestion}" if self.shaped else f"{self.hosts} processes, loopback, unshaped"
+
+    @property
     def label(self) -> str:
         """For every table and picture."""
-        return f"{self.hosts} hosts, {self.rate}" if self.shaped else f"{self.hosts} processes, loopback, unshaped"
+        return f"{self.name}, {self.rate}" if self.shaped else self.name
 
     def __enter__(self) -> Bed:
         if self.why_not:
@@ -96,6 +102,7 @@ class Bed:
             _ip("-n", host, "addr", "add", f"{_address(i)}/24", "dev", "eth0")
             _ip("-n", host, "link", "set", "eth0", "up")
             _ip("-n", host, "link", "set", "lo", "up")
+            _ip("-n", host, "route", "replace", NETWORK, "dev", "eth0", "src", _address(i), "congctl", self.congestion)
             self._shape(i)
 
     def _shape(self, i: int) -> None:
@@ -132,7 +139,7 @@ def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], timeout: float) 
 
 
 def _address(i: int) -> str:
-    return f"10.99.0.{i + 1}"
+    return NETWORK.replace("0/24", str(i + 1))
 
 
 def _free_port() -> int:
@@ -155,12 +162,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rate", default="500mbit", help="as tc writes it (200mbit, 1gbit), or loopback")
+    parser.add_argument("--congestion", default=CONGESTION, help="TCP's congestion control: cubic (Linux's default), bbr, reno")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds until all are ended")
     parser.add_argument("command", nargs="+", help="after --: what to run on every host")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it is taken down then too
     try:
-        with Bed(options.hosts, options.rate) as bed:
+        with Bed(options.hosts, options.rate, options.congestion) as bed:
             bed.run(options.command, options.timeout)
     except (RuntimeError, TimeoutError, OSError) as error:
         sys.exit(f"bed: {error}")

@@ -54,7 +54,7 @@ def exchange(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
                     )
                     beside = f"limit {limit:7.3f}  x{rows[-1]['ratio']:.2f}"
                     print(f"{rate:>8} {int(size) / 1e6:5.0f} MB {what:22} {spread['median']:7.3f} s  {beside}", flush=True)
-    return {"machine": found["machine"], "bed": found["bed"].split(",")[0], "rows": rows}
+    return {"machine": found["machine"], "bed": bed.name, "rows": rows}
 
 
 def step(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def step(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
             bed.set_rate(rate)
             found = on_all_hosts(bed, 600, "step", "--repeats", str(repeats))
             rows += _steps(rate, hosts, found["seconds"])
-    return {"machine": found["machine"], "bed": found["bed"].split(",")[0], "parameters": PARAMETERS, "H": H, "rows": rows}
+    return {"machine": found["machine"], "bed": bed.name, "parameters": PARAMETERS, "H": H, "rows": rows}
 
 
 def _steps(rate: str, hosts: int, seconds: dict[str, Any]) -> list[dict[str, Any]]:

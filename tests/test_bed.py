@@ -41,7 +41,7 @@ def test_processes_on_all_hosts_meet(rate: str, tmp_path: Path):
         bed.run([sys.executable, "-c", HELLO], timeout=60, env={"SAID": str(tmp_path / "rank")})
         if rate != LOOPBACK:
             assert f"rumor{os.getpid()}-h1" in spaces()
-    label = "2 processes, loopback, unshaped" if rate == LOOPBACK else "2 hosts, 100mbit"
+    label = "2 processes, loopback, unshaped" if rate == LOOPBACK else "2 hosts, cubic, 100mbit"
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(2)] == [label] * 2
     if rate != LOOPBACK:
         assert f"rumor{os.getpid()}" not in spaces()
