@@ -37,7 +37,7 @@ def test_names() -> None:
         (rumor.cost.Measured, "all_reduce_seconds gossip_seconds ddp_seconds=None"),
         (rumor.cost.predict, "n workload network H=None H_init=4 H_max=64 topologies=None"),
         (rumor.cost.recommend, "n workload network H=None max_period=None iid=False"),
-        (rumor.Averager, "model algorithm group=None local_group=None"),
+        (rumor.Averager, "model algorithm group=None local_group=None lazy=False"),
         (rumor.Averager.step, "self loss=None lr=None"),
         (rumor.Simulator, "model algorithm vmap=True"),
         (rumor.Simulator.step, "self losses=None lr=None"),

@@ -11,13 +11,14 @@ then applied bucket by bucket, by whichever engine runs it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from rumor.engine import Buckets, Engine, Pending
+from rumor.engine import Buckets, Engine, Pending, Pull
 from rumor.schedule import Adaptive, Never, Periodic, Schedule, ScheduleState, check_whole
 from rumor.topology import Topology, complete, isolated
 
@@ -26,12 +27,16 @@ Round = Literal["gossip", "global", "none"]
 
 @dataclass
 class Flight:
-    """Messages under way: what each bucket sent and what is to come of it; at a global round, float buffers and loss as well."""
+    """Messages under way: what each bucket sent and what is to come of it; at a global round, float buffers and loss as well.
+
+    `relayed`: what comes will be sent on (average_rounds).
+    """
 
     sent: list[Tensor] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
     buffers: list[Pending] = field(default_factory=list)
     loss: Pending | None = None  # whose scalars it is
+    relayed: bool = False
 
 
 @dataclass
@@ -66,13 +71,25 @@ class Algorithm(Protocol):
     def needs_lr(self) -> bool: ...
     def start(self, x: Buckets, engine: Engine) -> State: ...
     def round(self, state: State) -> Round: ...
+    def begin(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> Iterator[int]:
+        """Sends, and gives back what mixes: bucket by bucket, telling the number of each that is in place. It must be run to its end."""
+        ...
+
     def step(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None: ...
     def share(self, x: Buckets, b: int, state: State) -> Tensor: ...  # what of bucket b this node brings to the mean of all
     def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None: ...
 
 
+class AtOnce:
+    """The whole step of an algorithm that says how it begins."""
+
+    def step(self: Algorithm, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None:
+        for _ in self.begin(x, buffers, state, engine, loss, lr):
+            pass
+
+
 @dataclass(frozen=True)
-class GossipPGA:
+class GossipPGA(AtOnce):
     """Gossip over `topology` at every step, and a global average where `schedule` says so.
 
     delay = 0:  x^(k+1) = M_k x^(k+1/2)                                   (Algorithm 1)
@@ -113,22 +130,26 @@ class GossipPGA:
             return "global"
         return "gossip" if self.topology.has_links else "none"
 
-    def step(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None:
+    def begin(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> Iterator[int]:
         if self.delay == 0:
             state.flight = self.send(x, buffers, state, engine, loss)
-            self.receive(x, buffers, state, engine, lr)
-        else:
-            self.receive(x, buffers, state, engine, lr)
-            state.flight = self.send(x, buffers, state, engine, loss)
+            return self.receive(x, buffers, state, engine, lr)
+        return self.receive_and_send(x, buffers, state, engine, loss, lr)
+
+    def receive_and_send(
+        self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None
+    ) -> Iterator[int]:
+        yield from self.receive(x, buffers, state, engine, lr)
+        state.flight = self.send(x, buffers, state, engine, loss)
 
     def send(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None) -> Flight | None:
         """Posts the round that the state stands before; at a global one the loss travels with the first bucket."""
         k, kind = state.schedule.k, self.round(state)
         if kind == "none":
             return None
-        flight = Flight()
+        flight = Flight(relayed=kind == "global" and self.average_rounds is not None)
         # W = J goes by all-reduce too, but two nodes, for whom an exchange is as good and has less to set up
-        all_reduce = (self.topology.is_complete and engine.n > 2) or (kind == "global" and self.average_rounds is None)
+        all_reduce = (self.topology.is_complete and engine.n > 2) or (kind == "global" and not flight.relayed)
         for b in range(len(x)):
             flight.sent.append(x.read(b))
             if all_reduce:
@@ -141,23 +162,27 @@ class GossipPGA:
             flight.loss = flight.pending[0] if all_reduce else engine.mean(torch.zeros_like(loss), k, loss)
         return flight
 
-    def receive(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, lr: float | None) -> None:
+    def receive(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, lr: float | None) -> Iterator[int]:
         """Applies the round that is under way (none at the first delayed step: all start alike, so M_0 x^(0) = x^(0))."""
         flight, state.flight = state.flight, None
         kind, loss = self.round(state), None
         if flight is not None:
             loss = _one_number(flight.loss.wait().scalars) if flight.loss else None
-            pending = self.repeat(flight, state, engine) if kind == "global" else flight.pending
+            pending = self.repeat(flight, state, engine) if flight.relayed else flight.pending
             for b, message in enumerate(pending):
-                if self.delay == 1:
-                    x.add(b, message.wait().x, minus=flight.sent[b])
+                if self.delay == 1:  # what was relayed no longer is what was sent, so all of it counts
+                    x.pull(b, Pull(message.wait().x, 1.0) if flight.relayed else message.pull(), flight.sent[b])
                 elif kind == "global":
                     self.write_mean(x, b, message.wait().x, state, lr)
                 else:
-                    message.write_to(x, b)
+                    x.pull(b, message.pull())
+                yield b
             for b, message in enumerate(flight.buffers):
                 buffers.write(b, message.wait().x)
         state.schedule = self.schedule.next(state.schedule, loss)
+        if flight is not None and self.delay == 0 and self.round(state) == "gossip":
+            for sent in flight.sent:
+                engine.expect(sent, self.topology, state.schedule.k)
 
     def write_mean(self, x: Buckets, b: int, mean: Tensor, state: State, lr: float | None) -> None:
         x.write(b, mean)

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rumor.channel import Channel
-from rumor.engine import NO_SCALARS, Buckets, Mixed, Pending, accumulator
+from rumor.channel import Channel, Message, Work
+from rumor.engine import NO_SCALARS, Mixed, Pending, Pull, accumulator
 
 if TYPE_CHECKING:
     from rumor.process_group import ProcessGroup
-
-
-class Work(Protocol):
-    """A message or a sum that was posted."""
-
-    def wait(self) -> object: ...
 
 
 def scaled(x: Tensor, factor: float, out: Tensor) -> Tensor:
@@ -49,17 +43,19 @@ class Links(NamedTuple):
 class Gossip(Pending):
     engine: ProcessGroup
     channel: Channel
+    inbox: list[Message]
     works: list[Work]
     links: Links
     k: int
     scalars: int
     own: bool
+    _pull: Pull | None = None
 
     def arrived(self) -> Iterator[tuple[Tensor, Tensor, float]]:
         """Payload, scalars and weight of each neighbour's message; what is not finite is replaced by this node's own."""
         engine, own = self.engine, self.channel.out
         engine._arrive(self.channel, self.works, gossiping(self.links, self.k))
-        for message, (node, _, w) in zip(self.channel.inbox(len(self.links.receive)), self.links.receive, strict=True):
+        for message, (node, _, w) in zip(self.inbox, self.links.receive, strict=True):
             finite = engine._alarm.hear(message, node, self.k)
             if isinstance(finite, Tensor):
                 payload = torch.where(finite, message.payload, own.payload)
@@ -79,16 +75,19 @@ class Gossip(Pending):
             scalars += w * theirs
         return Mixed(mixed, scalars)
 
-    def write_to(self, x: Buckets, b: int) -> None:
-        """W x = x + (1 - w_ii) (the neighbours' average - x), straight into the parameters: one pass less than by way of a buffer."""
-        if self.channel.out.payload.dtype != accumulator(self.channel.out.payload.dtype):
-            return super().write_to(x, b)  # half precision: sum in float32 first
-        average, total = None, 0.0
-        for payload, _, w in self.arrived():
-            total += w
-            average = payload if average is None else torch.lerp(average, payload, w / total, out=average)
-        if average is not None:
-            x.lerp(b, average, total)
+    def pull(self) -> Pull:
+        """Towards the neighbours' average, with the weight that they have together: a pass or two less than by way of a buffer."""
+        out = self.channel.out.payload
+        if out.dtype != accumulator(out.dtype):
+            return super().pull()  # half precision: sum in float32
+        if self._pull is None:
+            average, total = None, 0.0
+            for payload, _, w in self.arrived():
+                total += w
+                room = None if average is out else average  # what was sent must stay as it is
+                average = payload if average is None else torch.lerp(average, payload, w / total, out=room)
+            self._pull = Pull(out if average is None else average, total)
+        return self._pull
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from rumor.flat import Flat, Places
 from rumor.metrics import Metrics
 from rumor.process_group import Group, ProcessGroup, check_model
 from rumor.run import Run
+from rumor.under_forward import UnderForward
 
 
 class Averager:
@@ -30,18 +32,32 @@ class Averager:
         group: the group across nodes that this rank belongs to; the default group if None.
         local_group: the ranks inside this node, where a node is several GPUs that are kept alike (DDP over this group, say). Their
             losses are averaged for Gossip-AGA. Each local rank exchanges the whole model with its counterparts in `group`.
+        lazy: step() returns while messages are under way, and each module waits for its own parameters when it next runs forward. Call
+            settle() before you read parameters in any other way. Not for models under torch.compile.
 
     A rank that waits longer than the group's time-out (`init_process_group(timeout=...)`) raises ConnectionError. A model that is not
     finite raises FloatingPointError on every rank, naming the node and the step.
     """
 
-    def __init__(self, model: nn.Module, algorithm: Algorithm, *, group: Group | None = None, local_group: Group | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm,
+        *,
+        group: Group | None = None,
+        local_group: Group | None = None,
+        lazy: bool = False,
+    ):
         self.engine = ProcessGroup(group)
         problem, setup = None, {}
         try:
             check_model(model, group, local_group)
             check_algorithm(algorithm)
             _check_size(algorithm, self.engine.n)
+            if lazy and algorithm.delay:
+                raise ValueError(
+                    "lazy=True has nothing to gain with delay=1, whose messages have a whole step to arrive: leave one of them out"
+                )
             _, self._frozen = trained_and_frozen(model)
             setup = {"algorithm": repr(algorithm), "model": _described(model)}
         except (TypeError, ValueError) as error:
@@ -59,6 +75,11 @@ class Averager:
             self._x = Flat(self._trained.tensors(), self.engine.room)
             self._b = Flat(self._buffers.tensors(), self.engine.room)
             self._run = Run(algorithm, self.engine, self._x, self._b)
+        self._lazy = lazy
+        if lazy:
+            settle = weakref.WeakMethod(self._settle)  # the hooks must not keep this Averager alive
+            hooks = UnderForward(model, self._x.buckets_of, lambda buckets: here(buckets) if (here := settle()) else None)
+            weakref.finalize(self, hooks.remove).atexit = False
 
     def __repr__(self) -> str:
         return f"Averager(rank {self.engine.rank} of {self.engine.n}, after {self._run.k} steps of {self._run.algorithm})"
@@ -79,12 +100,25 @@ class Averager:
         if self._showing_mean:
             raise RuntimeError("step() inside averaged() would be undone when it ends: leave the block first")
         self._find_tensors()
+        self._run.begin(self._as_scalar(loss), lr)
+        replaces_buffers = self._run.round() == "global" and len(self._b)  # which a forward would have updated by then
+        if not self._lazy or replaces_buffers:
+            self.settle()
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """With `lazy`: waits for what step() left under way, so that the parameters can be read."""
+        self._settle(None)
+
+    @torch.no_grad()
+    def _settle(self, buckets: int | None) -> None:
         k = self._run.k
-        self._run.step(self._as_scalar(loss), lr)
-        self.engine.raise_alarm(k, self._run.algorithm.topology)
+        if self._run.settle(buckets):
+            self.engine.raise_alarm(k, self._run.algorithm.topology)
 
     def _find_tensors(self) -> None:
         """Parameters must be where they were, since the optimizer has them too; buffers may have been replaced, as some models do."""
+        self.settle()
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError("a parameter that was frozen when the Averager was built now trains: build the Averager after unfreezing")
         if not self._x.still_holds(self._trained.tensors()):
@@ -136,6 +170,7 @@ class Averager:
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, with the messages in flight; the model and the optimizer are saved beside it, each rank its own."""
+        self.settle()
         return {**self._run.state_dict(), "rank": self.engine.rank}
 
     @torch.no_grad()
@@ -143,6 +178,7 @@ class Averager:
         """Goes on from `state`. Build the Averager first, then load model, optimizer and averager."""
         if isinstance(state, dict) and state.get("rank", self.engine.rank) != self.engine.rank:
             raise ValueError(f"this is the state of rank {state['rank']}, but this is rank {self.engine.rank}: each rank loads its own")
+        self.settle()
         self._run.load_state_dict(state)
         self.engine.forget_alarm()
 

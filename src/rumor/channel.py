@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +18,12 @@ from torch import Tensor
 from rumor.engine import accumulator
 
 HEAD = 8  # numbers in front of a bucket: [sum of squares, alarm, scalars ..., step]; 64 bytes of float64 keep what follows aligned
+
+
+class Work(Protocol):
+    """A message or a sum that was posted."""
+
+    def wait(self) -> object: ...
 
 
 class Message:
@@ -55,12 +62,17 @@ class Channel:
         self.out = Message(d, dtype, device)
         self._shape = (d, dtype, device)
         self._inbox: list[Message] = []
+        self.expected: dict[int, tuple[Message, Work]] = {}  # receives that were posted ahead of their step, by sender
         self._total: Message | None = None
 
     def inbox(self, count: int) -> list[Message]:
-        while len(self._inbox) < count:
-            self._inbox.append(Message(*self._shape))
-        return self._inbox[:count]
+        """Room for so many messages, apart from what is expected."""
+        taken = [message for message, _ in self.expected.values()]
+        free = [message for message in self._inbox if message not in taken]
+        while len(free) < count:
+            free.append(Message(*self._shape))
+            self._inbox.append(free[-1])
+        return free[:count]
 
     def total(self) -> Message:
         """Room for a sum over all nodes, whose head is summed too and so has the payload's dtype."""

@@ -32,6 +32,13 @@ class Mixed(NamedTuple):
 NO_SCALARS = torch.empty(0, dtype=torch.float64)
 
 
+class Pull(NamedTuple):
+    """Where messages pull the model that was sent: W x = x + weight (towards - x). At weight 1, `towards` is W x itself."""
+
+    towards: Tensor  # [*nodes, d], or broadcastable to it
+    weight: float
+
+
 class Pending(ABC):
     """Messages under way for one bucket."""
 
@@ -39,9 +46,9 @@ class Pending(ABC):
     def wait(self) -> Mixed:
         """Lets them arrive and mixes them. May be called again."""
 
-    def write_to(self, x: Buckets, b: int) -> None:
-        """x_b <- what arrives, where x_b still is what was sent. An engine may know a shorter way."""
-        x.write(b, self.wait().x)
+    def pull(self) -> Pull:
+        """The same for the models alone, where an engine may know a shorter way. May be called again, in the place of wait()."""
+        return Pull(self.wait().x, 1.0)
 
 
 @dataclass
@@ -49,9 +56,13 @@ class Done(Pending):
     """A message that has arrived already."""
 
     result: Mixed
+    weight: float = 1.0
 
     def wait(self) -> Mixed:
         return self.result
+
+    def pull(self) -> Pull:
+        return Pull(self.result.x, self.weight)
 
 
 class Engine(Protocol):
@@ -79,6 +90,10 @@ class Engine(Protocol):
         """Room for a bucket that this engine can send without copying it once more."""
         ...
 
+    def expect(self, x: Tensor, topology: Topology, k: int) -> None:
+        """The next message from the neighbours of step k may come before this node is there. `x`: what it will send of its own."""
+        ...
+
 
 class Buckets(Protocol):
     """A model as an algorithm sees it: a few tensors [*nodes, d_b], each of one dtype."""
@@ -87,8 +102,9 @@ class Buckets(Protocol):
     def read(self, b: int) -> Tensor: ...  # bucket b as it is now; what it returned before is overwritten
     def peek(self, b: int) -> Tensor: ...  # the same, for looking at: it disturbs nothing that is under way
     def write(self, b: int, value: Tensor) -> None: ...  # x_b <- value
-    def add(self, b: int, plus: Tensor, minus: Tensor) -> None: ...  # x_b <- x_b + (plus - minus); may overwrite `plus`
-    def lerp(self, b: int, other: Tensor, weight: float) -> None: ...  # x_b <- x_b + weight (other - x_b)
+    def pull(self, b: int, pull: Pull, sent: Tensor | None = None) -> None: ...
+
+    # x_b <- x_b + weight (towards - sent), where x_b itself was sent if None; may overwrite `towards`
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -129,11 +145,9 @@ class Leaves:
     def write(self, b: int, value: Tensor) -> None:
         self.tensors[b].copy_(value)
 
-    def add(self, b: int, plus: Tensor, minus: Tensor) -> None:
-        self.tensors[b].add_(plus - minus)
-
-    def lerp(self, b: int, other: Tensor, weight: float) -> None:
-        self.tensors[b].lerp_(other, weight)
+    def pull(self, b: int, pull: Pull, sent: Tensor | None = None) -> None:
+        assert pull.weight == 1  # Stacked's products are whole
+        self.tensors[b].copy_(pull.towards) if sent is None else self.tensors[b].add_(pull.towards - sent)
 
 
 class Stacked:
@@ -172,6 +186,9 @@ class Stacked:
 
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
+
+    def expect(self, x: Tensor, topology: Topology, k: int) -> None:
+        """Nothing has to travel here."""
 
     def _trials(self, x: Tensor) -> int:
         if x.dim() < 2 or x.shape[-2] != self.n:

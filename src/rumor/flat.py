@@ -5,11 +5,14 @@ Tensors are read and written in place and never rebound, so optimizers, `torch.c
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor, nn
+
+from rumor.engine import Pull
 
 PIECES = 8  # messages posted at once keep both directions of a link busy ...
 BUCKET_BYTES = 2**22  # ... and a bucket should stay in the cache between packing and sending, mixing and writing
@@ -63,14 +66,23 @@ class Flat:
         bucket = self._buckets[b]
         torch._foreach_copy_(bucket.pieces, bucket.views(value))
 
-    def add(self, b: int, plus: Tensor, minus: Tensor) -> None:
+    def pull(self, b: int, pull: Pull, sent: Tensor | None = None) -> None:
         bucket = self._buckets[b]
-        change = plus.sub_(minus).to(bucket.pieces[0].device)
-        torch._foreach_add_(bucket.pieces, bucket.views(change))
+        towards, weight = pull
+        if sent is None and weight == 1:
+            return self.write(b, towards)
+        change = towards if sent is None else towards.sub_(sent)
+        views = bucket.views(change.to(bucket.pieces[0].device))
+        torch._foreach_lerp_(bucket.pieces, views, weight) if sent is None else torch._foreach_add_(bucket.pieces, views, alpha=weight)
 
-    def lerp(self, b: int, other: Tensor, weight: float) -> None:
-        bucket = self._buckets[b]
-        torch._foreach_lerp_(bucket.pieces, bucket.views(other.to(bucket.pieces[0].device)), weight)
+    def buckets_of(self, tensors: Sequence[Tensor]) -> int:
+        """How many of the first buckets hold all of these."""
+        pieces = sorted((piece.data_ptr(), b) for b, bucket in enumerate(self._buckets) for piece in bucket.pieces)
+        found = 0
+        for t in tensors:
+            first, last = (bisect_left(pieces, (t.data_ptr() + past, 0)) for past in (0, t.nbytes))
+            found = max([found, *(b + 1 for _, b in pieces[first:last])])
+        return found
 
     def still_holds(self, tensors: Sequence[Tensor]) -> bool:
         """Buckets hold views: a tensor that was replaced, or whose memory was, would be averaged no more, and silently."""

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from rumor.arrivals import Gossip, Links, Mean, Work, gossiping, scaled
-from rumor.channel import Alarm, Channel, DeviceAlarm, Message
+from rumor.arrivals import Gossip, Links, Mean, gossiping, scaled
+from rumor.channel import Alarm, Channel, DeviceAlarm, Message, Work
 from rumor.engine import Pending, accumulator, rounded
 from rumor.flat import as_real
 from rumor.metrics import Metrics
@@ -35,6 +35,7 @@ TAGS_OF_AN_ENGINE, ENGINES = 2**16, 2**15
 _engines = 0  # that this process has agreed on
 _UnderWay = dict[int, tuple[list[Work], Channel]]
 _orphans: list[_UnderWay] = []  # of engines that are gone: gloo breaks the connection if memory that a message will fill is freed
+_kept: list[Channel] = []  # likewise, for messages that may never come
 
 
 class ProcessGroup:
@@ -58,18 +59,28 @@ class ProcessGroup:
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._under_way: _UnderWay = {}
         self.forget_alarm()
-        weakref.finalize(self, _orphans.append, self._under_way).atexit = False
+        weakref.finalize(self, _keep, self._under_way, self._channels).atexit = False
 
     # ---- the collectives -------------------------------------------------------------------------------------------------------
 
     def gossip(self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
         channel, links = self._channel(x), self._links_of(topology, k)
         channel.write_head(self._alarm, self.rank, k, scalars)
+        inbox: list[Message] = []
         works: list[Work] = []
-        self._guard(lambda: works.extend(self._post(channel, links)), gossiping(links, k))
+        self._guard(lambda: self._post(channel, links, inbox, works), gossiping(links, k))
         self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += len(links.send) * channel.out.whole.nbytes
-        return Gossip(self, channel, works, links, k, 0 if scalars is None else scalars.numel(), own)
+        return Gossip(self, channel, inbox, works, links, k, 0 if scalars is None else scalars.numel(), own)
+
+    def expect(self, x: Tensor, topology: Topology, k: int) -> None:
+        """Posts the receives of step k ahead, so that a neighbour who is there first need not wait to send.
+
+        What is expected of a neighbour at one step will do for any later one, such as after the load of a checkpoint.
+        """
+        if self._is_host:  # NCCL wants them together with the sends
+            channel, links = self._channel(x), self._links_of(topology, k)
+            self._guard(lambda: self._post_receives(channel, links), gossiping(links, k))
 
     def mean(self, x: Tensor, k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True) -> Pending:
         channel = self._channel(x)
@@ -173,16 +184,31 @@ class ProcessGroup:
             self._links[key] = Links(hears, tells, own, own + lost[0], own + lost[1])
         return self._links[key]
 
-    def _post(self, channel: Channel, links: Links) -> list[Work]:
+    def _post(self, channel: Channel, links: Links, inbox: list[Message], works: list[Work]) -> None:
         """All messages of a bucket at once, to and from all neighbours."""
         out, tag, group = channel.out.whole, channel.tag, self.group
-        inbox = [(message.whole, peer) for message, (_, peer, _) in zip(channel.inbox(len(links.receive)), links.receive, strict=True)]
         if self._is_host:
-            works = [dist.irecv(room, peer, group, tag) for room, peer in inbox]
-            return [work for work in (*works, *(dist.isend(out, peer, group, tag) for peer in links.send)) if work is not None]
-        operations = [dist.P2POp(dist.isend, out, peer, group, tag) for peer in links.send]
-        operations += [dist.P2POp(dist.irecv, room, peer, group, tag) for room, peer in inbox]
-        return list(dist.batch_isend_irecv(operations)) if operations else []  # NCCL would deadlock on them one by one
+            self._post_receives(channel, links)  # before the sends, or gloo asks first whether it may send
+            for _, peer, _ in links.receive:
+                message, work = channel.expected.pop(peer)
+                inbox.append(message)
+                works.append(work)
+            sends = [dist.isend(out, peer, group, tag) for peer in links.send]
+            works.extend(work for work in sends if work is not None)
+        else:
+            inbox.extend(channel.inbox(len(links.receive)))
+            operations = [dist.P2POp(dist.isend, out, peer, group, tag) for peer in links.send]
+            rooms = zip(inbox, links.receive, strict=True)
+            operations += [dist.P2POp(dist.irecv, message.whole, peer, group, tag) for message, (_, peer, _) in rooms]
+            works.extend(dist.batch_isend_irecv(operations) if operations else [])  # NCCL would deadlock on them one by one
+
+    def _post_receives(self, channel: Channel, links: Links) -> None:
+        """From all neighbours of whom nothing is expected yet."""
+        peers = [peer for _, peer, _ in links.receive if peer not in channel.expected]
+        for peer, message in zip(peers, channel.inbox(len(peers)), strict=True):
+            work = dist.irecv(message.whole, peer, self.group, channel.tag)
+            assert work is not None  # this rank is in the group
+            channel.expected[peer] = (message, work)
 
     def _post_sum(self, total: Message) -> list[Work]:
         return [dist.all_reduce(total.whole, group=self.group, async_op=True)] if self.n > 1 else []
@@ -225,6 +251,11 @@ class ProcessGroup:
             f"the model of node {alarm % self.n} was not finite (NaN or Inf) when it was sent at step {alarm // self.n}; it was kept from "
             "spreading, and all ranks stop here: go back to the last checkpoint, with a lower learning rate or clipped gradients"
         )
+
+
+def _keep(under_way: _UnderWay, channels: dict[int, Channel]) -> None:
+    _orphans.append(under_way)
+    _kept.extend(channel for channel in channels.values() if channel.expected)
 
 
 def check_model(model: torch.nn.Module, group: Group | None, local_group: Group | None) -> None:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rumor.algorithm import Flight, Round, State, average, check_topology
+from rumor.algorithm import AtOnce, Flight, Round, State, average, check_topology
 from rumor.engine import Buckets, Engine, Pending, own_copy
 from rumor.schedule import Never
 from rumor.topology import Topology
 
 
 @dataclass(frozen=True)
-class PushSum:
+class PushSum(AtOnce):
     """Each node pushes shares of its model x and of a weight w (1 at first) along P, and trains on z = x / w, the model that you see:
 
     x_i^(k+1/2) = x_i^(k) + (opt(z_i^(k)) - z_i^(k))
@@ -44,36 +45,39 @@ class PushSum:
     def round(self, state: State) -> Round:
         return "gossip" if self.topology.has_links else "none"
 
-    def step(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None:
-        k, w, arriving = state.schedule.k, state.scalars["w"], state.flight
-        p_ii = engine.self_weight(self.topology, k)
-        departing = Flight()
+    def begin(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> Iterator[int]:
         if self.delay == 0:
-            arriving = Flight(pending=[self.push(x, b, state, engine, k) for b in range(len(x))])
-        w_next = p_ii * w
+            state.flight = Flight(pending=[self.push(x, b, state, engine) for b in range(len(x))])
+        return self.mix(x, state, engine)
+
+    def mix(self, x: Buckets, state: State, engine: Engine) -> Iterator[int]:
+        k, w, arriving = state.schedule.k, state.scalars["w"], state.flight
+        w_next = engine.self_weight(self.topology, k) * w
+        departing = Flight()
         for b in range(len(x)):
             arrived = arriving.pending[b].wait() if arriving else None
             if arrived is not None and b == 0:
                 w_next = w_next + arrived.scalars
             if self.delay == 1:  # only now: it uses the buffers that the last message arrived in
-                departing.pending.append(self.push(x, b, state, engine, k))
+                departing.pending.append(self.push(x, b, state, engine))
             numerator = state.buckets["x"][b]
             numerator.mul_(engine.self_weight(self.topology, k, numerator.dtype).to(numerator))
             if arrived is not None:
                 numerator.add_(arrived.x)
                 x.write(b, torch.div(numerator, w_next.to(numerator), out=arrived.x))
+            yield b
         state.scalars["w"] = w_next
         state.flight = departing if self.delay == 1 else None
         state.schedule = Never().next(state.schedule)
 
-    def push(self, x: Buckets, b: int, state: State, engine: Engine, k: int) -> Pending:
+    def push(self, x: Buckets, b: int, state: State, engine: Engine) -> Pending:
         """x^(k+1/2) = x + (opt(z) - z) with z = x / w, and off it goes, with w beside the first bucket."""
         message, numerator, w = x.read(b), state.buckets["x"][b], state.scalars["w"]
         if message.dtype == numerator.dtype:  # opt(z) - z first: in float32 it is exact, where a factor 1 - 1/w would be rounded
             numerator.add_(message.addcdiv_(numerator, w.to(numerator), value=-1))
         else:
             numerator.mul_((1 - 1 / w).to(numerator)).add_(message)
-        return engine.gossip(message.copy_(numerator), self.topology, k, w if b == 0 else None, own=False)
+        return engine.gossip(message.copy_(numerator), self.topology, state.schedule.k, w if b == 0 else None, own=False)
 
     def share(self, x: Buckets, b: int, state: State) -> Tensor:
         """The mass here and on its way here, x + (z now - x / w) + what is in flight: its mean over the nodes is the model's."""

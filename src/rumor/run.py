@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rumor.algorithm import Algorithm, Flight, Round, wait_for
-from rumor.engine import Buckets, Done, Engine, Mixed, Pending, accumulator
+from rumor.engine import NO_SCALARS, Buckets, Done, Engine, Mixed, Pending, accumulator
 from rumor.schedule import ScheduleState
 
-FORMAT = 1  # of the state
+FORMAT = 2  # of the state
 
 
 class Run:
@@ -24,6 +24,8 @@ class Run:
         self.state = algorithm.start(x, engine)
         self.metrics = engine.metrics
         self.metrics.H = self.state.schedule.H
+        self._mixing: Iterator[int] | None = None  # the rest of a step that has begun
+        self._in_place = 0  # buckets of that step
 
     @property
     def k(self) -> int:
@@ -34,17 +36,36 @@ class Run:
         """What the coming step will do."""
         return self.algorithm.round(self.state)
 
-    def step(self, loss: Tensor | None, lr: float | None) -> None:
+    def begin(self, loss: Tensor | None, lr: float | None) -> None:
+        """Sends what this step sends. It ends with settle()."""
         if self.algorithm.needs_loss and loss is None:
             raise ValueError("Gossip-AGA adapts its period to the loss: call step(loss) with this step's loss")
         if self.algorithm.needs_lr and not isinstance(lr, (int, float)):
             call = "step(loss, lr=scheduler.get_last_lr()[0]), before scheduler.step()"
             raise ValueError(f"SlowMo needs the current learning rate: call {call}; got lr={lr!r}")
-        kind = self.round()
-        with record_function("rumor::mean" if kind == "global" else "rumor::gossip"):
-            self.algorithm.step(self.x, self.buffers, self.state, self.engine, loss if self.algorithm.needs_loss else None, lr)
-        self.metrics.rounds[kind] += 1
+        self._kind = self.round()
+        with record_function(f"rumor::{self._kind}"):
+            loss = loss if self.algorithm.needs_loss else None
+            self._mixing = self.algorithm.begin(self.x, self.buffers, self.state, self.engine, loss, lr)
+        self._in_place = 0
+
+    def settle(self, buckets: int | None = None) -> bool:
+        """Mixes the first `buckets` buckets of the step that has begun, all that is left of it if None. Was that the step's end?"""
+        if self._mixing is None or (buckets is not None and buckets <= self._in_place):
+            return False
+        with record_function(f"rumor::{self._kind}"):
+            for b in self._mixing:
+                self._in_place = b + 1
+                if self._in_place == buckets:
+                    return False
+        self._mixing = None
+        self.metrics.rounds[self._kind] += 1
         self.metrics.H = self.state.schedule.H
+        return True
+
+    def step(self, loss: Tensor | None, lr: float | None) -> None:
+        self.begin(loss, lr)
+        self.settle()
 
     def finish(self) -> None:
         with record_function("rumor::mean"):
@@ -114,9 +135,11 @@ class Run:
         self.metrics.H = state.schedule.H
 
     def _saved(self, flight: Flight) -> dict[str, Any]:
+        pulls = bool(flight.sent) and not flight.relayed
         return {
             "sent": _joined(flight.sent) if flight.sent else None,
-            "pending": _results(flight.pending, _shapes(self.x)),
+            "relayed": flight.relayed,
+            "pending": _pulls(flight.pending, _shapes(self.x)) if pulls else _results(flight.pending, _shapes(self.x)),
             "buffers": _results(flight.buffers, _shapes(self.buffers)) if flight.buffers else None,
             "loss": flight.loss.wait().scalars.clone() if flight.loss else None,
         }
@@ -128,6 +151,7 @@ class Run:
             pending=_arrived(saved["pending"], x),
             buffers=_arrived(saved["buffers"], buffers) if saved["buffers"] is not None else [],
             loss=None if saved["loss"] is None else Done(Mixed(saved["loss"], saved["loss"])),
+            relayed=saved["relayed"],
         )
 
 
@@ -149,14 +173,25 @@ def _shapes(x: Buckets) -> list[Tensor]:
 
 
 def _results(pending: Sequence[Pending], like: Sequence[Tensor]) -> dict[str, Any]:
+    """What wait() gives, to be restored as such."""
     parts, scalars = [], []
     for message, shaped in zip(pending, like, strict=True):
         mixed = message.wait()
         parts.append(mixed.x.expand(shaped.shape).clone())  # a mean may be one row for all nodes
         scalars.append(mixed.scalars.clone())
-    return {"x": _joined(parts), "scalars": scalars}
+    return {"x": _joined(parts), "scalars": scalars, "weights": [1.0] * len(parts)}
+
+
+def _pulls(pending: Sequence[Pending], like: Sequence[Tensor]) -> dict[str, Any]:
+    """What pull() gives."""
+    parts, weights = [], []
+    for message, shaped in zip(pending, like, strict=True):
+        towards, weight = message.pull()
+        parts.append(towards.expand(shaped.shape).clone())
+        weights.append(weight)
+    return {"x": _joined(parts), "scalars": [NO_SCALARS] * len(parts), "weights": weights}
 
 
 def _arrived(saved: dict[str, Any], like: Sequence[Tensor]) -> list[Pending]:
-    parts = zip(_cut_like(saved["x"], like), saved["scalars"], like, strict=True)
-    return [Done(Mixed(x.to(accumulator(t.dtype), copy=True), scalars.to(t.device))) for x, scalars, t in parts]
+    parts = zip(_cut_like(saved["x"], like), saved["scalars"], saved["weights"], like, strict=True)
+    return [Done(Mixed(x.to(accumulator(t.dtype), copy=True), scalars.to(t.device)), weight) for x, scalars, weight, t in parts]

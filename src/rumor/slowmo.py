@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,13 +45,13 @@ class SlowMo(GossipPGA):
         state.buckets["u"] = [torch.zeros_like(x_prev) for x_prev in state.buckets["x_prev"]]
         return state
 
-    def step(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> None:
+    def begin(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, loss: Tensor | None, lr: float | None) -> Iterator[int]:
         if self.round(state) == "global" and not (lr is not None and lr > 0):
             raise ValueError(
                 f"SlowMo divides by the learning rate at a global round: it must be positive, got lr={lr} (read it before "
                 "scheduler.step(), and let the schedule end above 0)"
             )
-        super().step(x, buffers, state, engine, loss, lr)
+        return super().begin(x, buffers, state, engine, loss, lr)
 
     def write_mean(self, x: Buckets, b: int, mean: Tensor, state: State, lr: float | None) -> None:
         assert lr is not None  # step() has seen to it
