@@ -20,8 +20,11 @@ from torch import nn
 import rumor
 import rumor.averager
 from rumor.engine import Leaves
-from rumor.process_group import ProcessGroup
 from tests.cluster import Cluster
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from gpu import Echo  # noqa: E402
 
 N = 4
 CUDA = torch.device("cuda")
@@ -135,22 +138,6 @@ def seconds(run: Any, repeats: int = 50) -> float:
     end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end)) / 1e3 / repeats
-
-
-class Echo(ProcessGroup):
-    """NCCL's path with a neighbour that sends back what it hears: all work stays on the device."""
-
-    def __init__(self, group: Any = None):
-        super().__init__(group)
-        self.n = 4
-
-    def agree(self, setup: object, problem: object = None) -> None:
-        pass
-
-    def _post(self, channel: Any, links: Any) -> list[Any]:
-        for message in channel.inbox(len(links.receive)):
-            message.whole.copy_(channel.out.whole)
-        return []
 
 
 def nccl_path_never_waits_for_the_device_on_a_gossip_step() -> None:

@@ -55,21 +55,22 @@ class Gossip(Pending):
         """Payload, scalars and weight of each neighbour's message; what is not finite is replaced by this node's own."""
         engine, own = self.engine, self.channel.out
         engine._arrive(self.channel, self.works, gossiping(self.links, self.k))
-        for message, (node, _, w) in zip(self.inbox, self.links.receive, strict=True):
+        for place, (message, (node, _, w)) in enumerate(zip(self.inbox, self.links.receive, strict=True)):
             finite = engine._alarm.hear(message, node, self.k)
             if isinstance(finite, Tensor):
                 payload = torch.where(finite, message.payload, own.payload)
                 yield payload, torch.where(finite, message.scalars(self.scalars), own.scalars(self.scalars)), w
+            elif finite:
+                yield self.channel.mixable(place, message), message.scalars(self.scalars), w
             else:
-                taken = message if finite else own
-                yield taken.payload, taken.scalars(self.scalars), w
+                yield self.channel.own, own.scalars(self.scalars), w
 
     def wait(self) -> Mixed:
-        out = self.channel.out
-        mixed = self.engine._room_to_mix(len(out.payload), out.payload.dtype, out.payload.device)
+        x = self.channel.own
+        mixed = self.engine._room_to_mix(len(x), x.dtype, x.device)
         own = 0.0 if not self.own else self.links.own_32 if mixed.dtype == torch.float32 else self.links.own
-        scaled(out.payload, own, mixed) if self.own else mixed.zero_()
-        scalars = out.scalars(self.scalars) * own
+        scaled(x, own, mixed) if self.own else mixed.zero_()
+        scalars = self.channel.out.scalars(self.scalars) * own
         for payload, theirs, w in self.arrived():
             mixed.add_(payload, alpha=w)
             scalars += w * theirs
@@ -77,7 +78,7 @@ class Gossip(Pending):
 
     def pull(self) -> Pull:
         """Towards the neighbours' average, with the weight that they have together: a pass or two less than by way of a buffer."""
-        out = self.channel.out.payload
+        out = self.channel.own
         if out.dtype != accumulator(out.dtype):
             return super().pull()  # half precision: sum in float32
         if self._pull is None:
@@ -109,4 +110,5 @@ class Mean(Pending):
             )
         if head[1] > 0:
             raise engine._settle_alarm(self.doing)
-        return Mixed(total.payload, total.scalars(self.scalars).double() / engine.n if self.scalars else NO_SCALARS)
+        mean = total.payload.to(self.channel.own.device, non_blocking=True)
+        return Mixed(mean, total.scalars(self.scalars).double() / engine.n if self.scalars else NO_SCALARS)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rumor.engine import accumulator
+from rumor.staging import Staging
 
 HEAD = 8  # numbers in front of a bucket: [sum of squares, alarm, scalars ..., step]; 64 bytes of float64 keep what follows aligned
 
@@ -29,9 +30,9 @@ class Work(Protocol):
 class Message:
     """One stretch of memory: head, then payload. Between two nodes the head is float64 whatever the bucket is, since bytes just travel."""
 
-    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, head: torch.dtype = torch.float64):
+    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, pinned: bool = False, head: torch.dtype = torch.float64):
         in_front = HEAD * head.itemsize // dtype.itemsize
-        self.whole = torch.zeros(in_front + d, dtype=dtype, device=device)
+        self.whole = torch.zeros(in_front + d, dtype=dtype, device=device, pin_memory=pinned)
         self.head = self.whole[:in_front].view(head)
         self.payload = self.whole[in_front:]
         # the same memory, for the host to read and write without the cost of a tensor operation
@@ -55,12 +56,16 @@ class Message:
 
 
 class Channel:
-    """The buffers of one bucket: what goes out, what each neighbour sends, and what all of them sum up."""
+    """The buffers of one bucket: what goes out, what each neighbour sends, and what all of them sum up.
 
-    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, tag: int):
-        self.tag = tag
-        self.out = Message(d, dtype, device)
-        self._shape = (d, dtype, device)
+    `own` is what a node has to send, as the algorithm packs and mixes it: `out`'s payload, or its twin on a GPU where there is `staging`.
+    """
+
+    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, tag: int, staging: Staging | None = None):
+        self.tag, self.staging = tag, staging
+        self._shape = (d, dtype, device, staging is not None)
+        self.out = Message(*self._shape)
+        self.own = self.out.payload if staging is None else staging.packed
         self._inbox: list[Message] = []
         self.expected: dict[int, tuple[Message, Work]] = {}  # receives that were posted ahead of their step, by sender
         self._total: Message | None = None
@@ -77,17 +82,25 @@ class Channel:
     def total(self) -> Message:
         """Room for a sum over all nodes, whose head is summed too and so has the payload's dtype."""
         if self._total is None:
-            d, dtype, device = self._shape
-            self._total = Message(d, accumulator(dtype), device, head=accumulator(dtype))
+            d, dtype, device, pinned = self._shape
+            self._total = Message(d, accumulator(dtype), device, pinned, head=accumulator(dtype))
         return self._total
 
     def write_head(self, alarm: Alarm, node: int, k: int, scalars: Tensor | None) -> None:
-        """Makes `out` ready to go. A sum of squares is finite if and only if its terms are; one that overflows is as bad a sign."""
-        payload = self.out.payload
-        is_half = payload.dtype != accumulator(payload.dtype)
-        alarm.write(self.out, payload.sum(dtype=torch.float32) if is_half else torch.dot(payload, payload), node, k)
+        """Makes `out` ready to go."""
+        alarm.write(self.out, size(self.out.payload) if self.staging is None else self.staging.size, node, k)
         if scalars is not None:
             self.out.scalars(scalars.numel()).copy_(scalars)
+
+    def mixable(self, place: int, message: Message) -> Tensor:
+        """The payload of one of the messages that have arrived, where `own` is."""
+        return message.payload if self.staging is None else self.staging.to_device(place, message.payload)
+
+
+def size(payload: Tensor) -> Tensor:
+    """A sum of squares is finite if and only if its terms are; one that overflows is as bad a sign."""
+    is_half = payload.dtype != accumulator(payload.dtype)
+    return payload.sum(dtype=torch.float32) if is_half else torch.dot(payload, payload)
 
 
 class Alarm:

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import cast
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from rumor.engine import Pull
+
+if TYPE_CHECKING:
+    from rumor.fused import Spread
 
 PIECES = 8  # messages posted at once keep both directions of a link busy ...
 BUCKET_BYTES = 2**22  # ... and a bucket should stay in the cache between packing and sending, mixing and writing
@@ -64,16 +68,20 @@ class Flat:
 
     def write(self, b: int, value: Tensor) -> None:
         bucket = self._buckets[b]
-        torch._foreach_copy_(bucket.pieces, bucket.views(value))
+        torch._foreach_copy_(bucket.pieces, bucket.views(value.to(bucket.pieces[0].device)))
 
     def pull(self, b: int, pull: Pull, sent: Tensor | None = None) -> None:
         bucket = self._buckets[b]
-        towards, weight = pull
+        device, weight = bucket.pieces[0].device, pull.weight
+        towards, sent = pull.towards.to(device), None if sent is None else sent.to(device)
         if sent is None and weight == 1:
-            return self.write(b, towards)
-        change = towards if sent is None else towards.sub_(sent)
-        views = bucket.views(change.to(bucket.pieces[0].device))
-        torch._foreach_lerp_(bucket.pieces, views, weight) if sent is None else torch._foreach_add_(bucket.pieces, views, alpha=weight)
+            self.write(b, towards)
+        elif bucket.spread is not None:
+            bucket.spread.pull(towards, weight, sent)
+        elif sent is None:
+            torch._foreach_lerp_(bucket.pieces, bucket.views(towards), weight)
+        else:
+            torch._foreach_add_(bucket.pieces, bucket.views(towards.sub_(sent)), alpha=weight)
 
     def buckets_of(self, tensors: Sequence[Tensor]) -> int:
         """How many of the first buckets hold all of these."""
@@ -94,7 +102,7 @@ class Flat:
         if [[(p.shape, p.dtype) for p in pieces] for pieces in cut] != [[(p.shape, p.dtype) for p in b.pieces] for b in self._buckets]:
             raise RuntimeError("a buffer has changed its shape or dtype since the Averager was built: build the Averager after that")
         for bucket, pieces in zip(self._buckets, cut, strict=True):
-            bucket.pieces = pieces
+            bucket.hold(pieces)
         self._are_at = _whereabouts(tensors)
 
 
@@ -106,16 +114,29 @@ class _Bucket:
     """Pieces of one dtype and device, side by side in one buffer."""
 
     def __init__(self, pieces: Sequence[Tensor], room: Room):
-        self.pieces = list(pieces)
+        self.hold(pieces)
         self.sizes = [p.numel() for p in pieces]
         # flat pieces need no reshaping on the way back, which is most of them
         self.shapes = [None if p.dim() == 1 else p.shape for p in pieces]
         self.packed = room(torch.Size([sum(self.sizes)]), pieces[0].dtype, pieces[0].device)
         self.slots = self.views(self.packed)
 
+    def hold(self, pieces: Sequence[Tensor]) -> None:
+        self.pieces = list(pieces)
+        self.spread = _spread(pieces)
+
     def views(self, flat: Tensor) -> list[Tensor]:
         parts = zip(torch.split(flat, self.sizes), self.shapes, strict=True)
         return [part if shape is None else part.view(shape) for part, shape in parts]
+
+
+def _spread(pieces: Sequence[Tensor]) -> Spread | None:
+    """What works on all of them in one pass, where there is such a thing."""
+    if pieces[0].device.type != "cuda" or find_spec("triton") is None or not all(piece.is_contiguous() for piece in pieces):
+        return None
+    from rumor.fused import Spread
+
+    return Spread(pieces)
 
 
 def _cut(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

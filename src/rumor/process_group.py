@@ -12,6 +12,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,10 +23,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from rumor.arrivals import Gossip, Links, Mean, gossiping, scaled
-from rumor.channel import Alarm, Channel, DeviceAlarm, Message, Work
+from rumor.channel import Alarm, Channel, DeviceAlarm, Message, Work, size
 from rumor.engine import Pending, accumulator, rounded
 from rumor.flat import as_real
 from rumor.metrics import Metrics
+from rumor.staging import Courier, Staging
 from rumor.topology import Topology
 
 Group = dist.ProcessGroup
@@ -58,6 +60,8 @@ class ProcessGroup:
         self._links: dict[tuple[Topology, int], Links] = {}
         self._scratch: dict[torch.dtype, Tensor] = {}
         self._under_way: _UnderWay = {}
+        self._couriers: dict[torch.device, Courier] = {}
+        self._errands: dict[int, Future[None]] = {}  # by the tag of the channel
         self.forget_alarm()
         weakref.finalize(self, _keep, self._under_way, self._channels).atexit = False
 
@@ -65,10 +69,14 @@ class ProcessGroup:
 
     def gossip(self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
         channel, links = self._channel(x), self._links_of(topology, k)
-        channel.write_head(self._alarm, self.rank, k, scalars)
         inbox: list[Message] = []
         works: list[Work] = []
-        self._guard(lambda: self._post(channel, links, inbox, works), gossiping(links, k))
+
+        def send() -> None:
+            channel.write_head(self._alarm, self.rank, k, scalars)
+            self._guard(lambda: self._post(channel, links, inbox, works), gossiping(links, k))
+
+        self._once_on_host(channel, send)
         self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += len(links.send) * channel.out.whole.nbytes
         return Gossip(self, channel, inbox, works, links, k, 0 if scalars is None else scalars.numel(), own)
@@ -80,10 +88,15 @@ class ProcessGroup:
         """
         if self._is_host:  # NCCL wants them together with the sends
             channel, links = self._channel(x), self._links_of(topology, k)
-            self._guard(lambda: self._post_receives(channel, links), gossiping(links, k))
+            receive = partial(self._guard, partial(self._post_receives, channel, links), gossiping(links, k))
+            staging = channel.staging
+            receive() if staging is None else self._ask(channel, staging.courier.once(staging.landed, receive))
 
     def mean(self, x: Tensor, k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True) -> Pending:
         channel = self._channel(x)
+        if channel.staging is not None:
+            channel.staging.to_host(channel.out.payload, size)
+            channel.staging.copied.synchronize()
         if finite:
             channel.write_head(self._alarm, self.rank, k, None)
         total = channel.total()
@@ -107,9 +120,13 @@ class ProcessGroup:
         return torch.full((1,), value, dtype=torch.float64, device=self.device)
 
     def room(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-        channel = Channel(shape.numel(), dtype, self.device if self._is_host else device, next(self._tags))
-        self._channels[channel.out.payload.data_ptr()] = channel
-        return channel.out.payload
+        staged = self._is_host and device.type == "cuda"
+        if staged and device not in self._couriers:
+            self._couriers[device] = Courier(device)
+        staging = Staging(shape.numel(), dtype, device, self._couriers[device]) if staged else None
+        channel = Channel(shape.numel(), dtype, self.device if self._is_host else device, next(self._tags), staging)
+        self._channels[channel.own.data_ptr()] = channel
+        return channel.own
 
     # ---- before and beside the steps ---------------------------------------------------------------------------------------------
 
@@ -167,8 +184,8 @@ class ProcessGroup:
         known = self._channels.get(x.data_ptr())
         if known is not None:
             return known
-        room = self.room(x.shape, x.dtype, x.device)  # a tensor from elsewhere is copied into a channel of its own
-        room.copy_(x.reshape(-1))
+        room = self.room(x.shape, x.dtype, self.device if self._is_host else x.device)
+        room.copy_(x.reshape(-1))  # a tensor from elsewhere is copied into a channel of its own
         return self._channels.pop(room.data_ptr())
 
     def _links_of(self, topology: Topology, k: int) -> Links:
@@ -183,6 +200,18 @@ class ProcessGroup:
             lost = [sum(w - rounded(w) for w in weights) for weights in (pulls.values(), pushes.values())]
             self._links[key] = Links(hears, tells, own, own + lost[0], own + lost[1])
         return self._links[key]
+
+    def _once_on_host(self, channel: Channel, send: Callable[[], None]) -> None:
+        """At once, or by the courier when it has come down from the GPU."""
+        staging = channel.staging
+        if staging is None:
+            send()
+        else:
+            staging.to_host(channel.out.payload, size)
+            self._ask(channel, staging.courier.once(staging.copied, send))
+
+    def _ask(self, channel: Channel, errand: Future[None]) -> None:
+        self._errands[channel.tag] = errand  # a courier is asked in turn, so the last errand of a channel ends last
 
     def _post(self, channel: Channel, links: Links, inbox: list[Message], works: list[Work]) -> None:
         """All messages of a bucket at once, to and from all neighbours."""
@@ -214,6 +243,8 @@ class ProcessGroup:
         return [dist.all_reduce(total.whole, group=self.group, async_op=True)] if self.n > 1 else []
 
     def _arrive(self, channel: Channel, works: list[Work], doing: str) -> None:
+        if (errand := self._errands.pop(channel.tag, None)) is not None:
+            errand.result()
         self._wait(works, doing)
         self._under_way.pop(channel.tag, None)
 

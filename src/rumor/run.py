@@ -145,7 +145,7 @@ class Run:
         }
 
     def _restored(self, saved: dict[str, Any]) -> Flight:
-        x, buffers = ([t.to(self.engine.device) for t in _shapes(buckets)] for buckets in (self.x, self.buffers))
+        x, buffers = _shapes(self.x), _shapes(self.buffers)
         return Flight(
             sent=[] if saved["sent"] is None else [part.to(like.dtype) for part, like in zip(_cut_like(saved["sent"], x), x, strict=True)],
             pending=_arrived(saved["pending"], x),
