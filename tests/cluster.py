@@ -21,7 +21,7 @@ import rumor.flat
 def _serve(rank: int, n: int, rendezvous: str, timeout: float, pipe: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    rumor.flat.SMALLEST_BYTES = 160  # so that small models, too, are cut into several buckets
+    rumor.flat.SMALLEST_BYTES = rumor.flat.SMALLEST_BYTES_ON_GPU = 160  # so that small models, too, are cut into several buckets
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n, timeout=limit)
     while (task := pipe.recv()) is not None:

@@ -24,7 +24,7 @@ from tests.cluster import Cluster
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
-from gpu import Echo  # noqa: E402
+from gpu import Echo
 
 N = 4
 CUDA = torch.device("cuda")

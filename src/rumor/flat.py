@@ -18,9 +18,11 @@ from rumor.engine import Pull
 if TYPE_CHECKING:
     from rumor.fused import Spread
 
+ALIGNED = 16  # elements: buckets are cut at multiples of it, so that GPUs can load several at a time
 PIECES = 8  # messages posted at once keep both directions of a link busy ...
-BUCKET_BYTES = 2**22  # ... and a bucket should stay in the cache between packing and sending, mixing and writing
-SMALLEST_BYTES = 2**18  # a message below this size is all latency
+BUCKET_BYTES = 2**22  # ... and a bucket should stay in a CPU's cache between packing and sending, mixing and writing
+SMALLEST_BYTES = 2**18  # a message below this size is all latency ...
+SMALLEST_BYTES_ON_GPU = 2**26  # ... and a pass over less of a GPU's memory is all launching
 
 Room = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
 
@@ -60,7 +62,7 @@ class Flat:
 
     def read(self, b: int) -> Tensor:
         bucket = self._buckets[b]
-        torch._foreach_copy_(bucket.slots, bucket.pieces)
+        torch._foreach_copy_(bucket.slots, bucket.pieces) if bucket.spread is None else bucket.spread.read(bucket.packed)
         return bucket.packed
 
     def peek(self, b: int) -> Tensor:
@@ -68,7 +70,8 @@ class Flat:
 
     def write(self, b: int, value: Tensor) -> None:
         bucket = self._buckets[b]
-        torch._foreach_copy_(bucket.pieces, bucket.views(value.to(bucket.pieces[0].device)))
+        value = value.to(bucket.pieces[0].device)
+        torch._foreach_copy_(bucket.pieces, bucket.views(value)) if bucket.spread is None else bucket.spread.write(value)
 
     def pull(self, b: int, pull: Pull, sent: Tensor | None = None) -> None:
         bucket = self._buckets[b]
@@ -144,7 +147,7 @@ def _cut(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     buckets: list[list[Tensor]] = []
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind and t.numel()]
-        limit = _bucket_size(sum(t.numel() for t in alike), kind[0].itemsize)
+        limit = _bucket_size(sum(t.numel() for t in alike), *kind)
         room = 0
         for t in alike:
             rest = t.view(-1) if t.is_contiguous() else t
@@ -158,6 +161,9 @@ def _cut(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return buckets
 
 
-def _bucket_size(total: int, itemsize: int) -> int:
+def _bucket_size(total: int, dtype: torch.dtype, device: torch.device) -> int:
     """Elements in a bucket: a few buckets at least, none too large for the cache, none so small that it is all latency."""
-    return max(min(-(-total // PIECES), BUCKET_BYTES // itemsize), SMALLEST_BYTES // itemsize)
+    share = -(-total // (PIECES * ALIGNED)) * ALIGNED
+    if device.type == "cuda":
+        return max(share, SMALLEST_BYTES_ON_GPU // dtype.itemsize)
+    return max(min(share, BUCKET_BYTES // dtype.itemsize), SMALLEST_BYTES // dtype.itemsize)

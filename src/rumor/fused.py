@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 4096  # numbers that one program of the kernel works on
-ALIGNED = 16  # bytes, for wide loads
+GRAIN = 8  # numbers that are loaded at a time, where they begin at multiples of it
 
 TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -19,37 +19,40 @@ class Spread:
     """Contiguous pieces of one dtype and device, cut into blocks: where each begins, and which stretch of a packed bucket is its own."""
 
     def __init__(self, pieces: Sequence[Tensor]):
-        self._dtype, device = pieces[0].dtype, pieces[0].device
-        addresses, offsets, counts = [], [], []
+        self._kind, self._wide = TYPES[pieces[0].dtype], tl.float64 if pieces[0].dtype == torch.float64 else tl.float32
+        self._device = pieces[0].device
+        blocks: dict[bool, list[tuple[int, int, int]]] = {True: [], False: []}  # by whether several numbers can be loaded at a time
         at = 0
         for piece in pieces:
             for start in range(0, piece.numel(), BLOCK):
-                addresses.append(piece.data_ptr() + start * piece.element_size())
-                offsets.append(at + start)
-                counts.append(min(BLOCK, piece.numel() - start))
+                address, offset, count = piece.data_ptr() + start * piece.element_size(), at + start, min(BLOCK, piece.numel() - start)
+                blocks[not (address % 16 or offset % GRAIN or count % GRAIN)].append((address, offset, count))
             at += piece.numel()
-        self._aligned = not any(address % ALIGNED for address in addresses) and not any(offset % ALIGNED for offset in offsets)
-        self._blocks = torch.tensor([addresses, offsets, counts], dtype=torch.int64, device=device)
+        self._blocks = {aligned: torch.tensor(some, device=self._device).T.contiguous() for aligned, some in blocks.items() if some}
         self._weights: dict[float, Tensor] = {}  # in float64 on the device: as an argument, a number would be rounded to float32
 
     def pull(self, towards: Tensor, weight: float, sent: Tensor | None) -> None:
+        """x <- x + weight (towards - sent), where x itself was sent if None."""
         if weight not in self._weights:
-            self._weights[weight] = torch.full((1,), weight, dtype=torch.float64, device=self._blocks.device)
-        wide = tl.float64 if self._dtype == torch.float64 else tl.float32
-        aligned = self._aligned and not any(t.data_ptr() % ALIGNED for t in (towards, *([] if sent is None else [sent])))
-        _pull[(self._blocks.shape[1],)](
-            self._blocks[0],
-            self._blocks[1],
-            self._blocks[2],
-            towards,
-            towards if sent is None else sent,
-            self._weights[weight],
-            itself=sent is None,
-            kind=TYPES[self._dtype],
-            wide=wide,
-            aligned=aligned,
-            BLOCK=BLOCK,
-        )
+            self._weights[weight] = torch.full((1,), weight, dtype=torch.float64, device=self._device)
+        gone = towards if sent is None else sent
+        for aligned, blocks in self._blocks.items():
+            _pull[(blocks.shape[1],)](
+                *blocks, towards, gone, self._weights[weight], sent is None, self._kind, self._wide, aligned, GRAIN, BLOCK
+            )
+
+    def read(self, into: Tensor) -> None:
+        """into <- x."""
+        for aligned, blocks in self._blocks.items():
+            _copy[(blocks.shape[1],)](*blocks, into, True, self._kind, aligned, GRAIN, BLOCK)
+
+    def write(self, value: Tensor) -> None:
+        """x <- value."""
+        for aligned, blocks in self._blocks.items():
+            _copy[(blocks.shape[1],)](*blocks, value, False, self._kind, aligned, GRAIN, BLOCK)
+
+
+# ---- the kernels: a program works on one block ------------------------------------------------------------------------------------
 
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
@@ -64,18 +67,48 @@ def _pull(  # type: ignore[no-untyped-def]
     kind: tl.constexpr,
     wide: tl.constexpr,
     aligned: tl.constexpr,
+    GRAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    x = tl.load(addresses + block).to(tl.pointer_type(kind))
-    at = tl.load(offsets + block)
-    if aligned:
-        x = tl.multiple_of(x, 16)
-        at = tl.multiple_of(at, 16)
-    i = tl.arange(0, BLOCK)
-    here = i < tl.load(counts + block)
+    x, at, i, here = _block(addresses, offsets, counts, kind, aligned, GRAIN, BLOCK)
     own = tl.load(x + i, mask=here).to(wide)
     gone = own if itself else tl.load(sent + at + i, mask=here).to(wide)
     change = tl.load(towards + at + i, mask=here).to(wide) - gone
     mixed = own + tl.load(weight).to(wide) * change
     tl.store(x + i, mixed.to(kind), mask=here)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _copy(  # type: ignore[no-untyped-def]
+    addresses,
+    offsets,
+    counts,
+    packed,
+    out: tl.constexpr,
+    kind: tl.constexpr,
+    aligned: tl.constexpr,
+    GRAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    x, at, i, here = _block(addresses, offsets, counts, kind, aligned, GRAIN, BLOCK)
+    if out:
+        tl.store(packed + at + i, tl.load(x + i, mask=here), mask=here)
+    else:
+        tl.store(x + i, tl.load(packed + at + i, mask=here).to(kind), mask=here)
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _block(  # type: ignore[no-untyped-def]
+    addresses, offsets, counts, kind: tl.constexpr, aligned: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Where it begins, in its tensor and in a packed bucket, and which numbers are its own."""
+    block = tl.program_id(0)
+    x = tl.load(addresses + block).to(tl.pointer_type(kind))
+    at = tl.load(offsets + block)
+    count = tl.load(counts + block)
+    if aligned:
+        x = tl.multiple_of(x, 16)
+        at = tl.multiple_of(at, GRAIN)
+        count = tl.multiple_of(count, GRAIN)
+    i = tl.arange(0, BLOCK)
+    return x, at, i, i < count

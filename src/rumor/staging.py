@@ -52,11 +52,11 @@ class Staging:
 
     def to_device(self, place: int, payload: Tensor) -> Tensor:
         """A copy of what has arrived in pinned memory, for the current stream to use from now on."""
-        while len(self._landing) <= place:
-            self._landing.append(torch.empty_like(self.packed))
         up, now = self.courier.up, torch.cuda.current_stream(self.packed.device)
         up.wait_event(self._free)
         with torch.cuda.stream(up):
+            while len(self._landing) <= place:  # of memory that no other stream still uses
+                self._landing.append(torch.empty_like(self.packed))
             self._landing[place].copy_(payload, non_blocking=True)
             self.landed.record(up)
         now.wait_event(self.landed)
