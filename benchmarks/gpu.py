@@ -60,7 +60,7 @@ def mixing(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     tensors = [p.detach().to("cuda", dtype) for p in model.parameters()]
     x = Flat(tensors, room)
     sent = [x.read(b) for b in range(len(x))]
-    towards = [s.float() for s in sent]
+    towards = [torch.randn_like(s, dtype=torch.float32) for s in sent]
     d, wide = sum(t.numel() for t in tensors), torch.float32.itemsize
     flat, other = (torch.empty(d, dtype=dtype, device="cuda") for _ in range(2))
     copy = 2 * d * dtype.itemsize / seconds(lambda: other.copy_(flat))
