@@ -48,6 +48,9 @@ class Contestant:
             tensor /= dist.get_world_size()
         return mean
 
+    def finish(self) -> None:
+        """What a user calls when training ends."""
+
     def close(self) -> None:
         """Ends what it has started."""
 
@@ -80,6 +83,9 @@ class WithRumor(Contestant):
         loss = self.backward(self.model, x, y)
         self.opt.step()
         self.averager.step(loss, lr=self.opt.param_groups[0]["lr"])
+
+    def finish(self) -> None:
+        self.averager.finish()
 
 
 def methods(n: int, H: int, warmup: int) -> dict[str, Algorithm]:

@@ -23,7 +23,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 
 from contestants import Build, Contestant, InDDP
 
@@ -51,14 +50,18 @@ class WithPowerSGD(InDDP):
 
 
 class PostLocalSGD(InDDP):
-    """DDP that averages no gradients, and an optimizer that averages models: one process a host, so there is no subgroup to average in."""
+    """DDP that averages no gradients, since one process is all that a host has, and torch's averager of models."""
 
     def __init__(self, build: Build, H: int, **options: float):
         super().__init__(build, **options)
-        self.description = f"torch: models averaged after steps {H}, {2 * H}, ..., local from the first step on"
+        self.description = f"torch: PeriodicModelAverager, after steps {H}, {2 * H}, ...; local from the first step on"
         self.ddp.register_comm_hook(PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False), post_localSGD_hook)
         # it would average after steps 1, H + 1, ...: a warm-up of H - 1 steps moves that to H, 2H, ...
-        self.opt = PostLocalSGDOptimizer(self.opt, PeriodicModelAverager(H, warmup_steps=H - 1))
+        self.averager = PeriodicModelAverager(H, warmup_steps=H - 1)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        super().step(x, y)
+        self.averager.average_parameters(self.model.parameters())  # those that have a gradient, so before zero_grad()
 
 
 class WithTorchFT(Contestant):
@@ -137,7 +140,7 @@ class WithFairscale(Contestant):
         super().__init__(build, **momenta)
         replace_cuda_calls_of_fairscale()
         warnings.filterwarnings("ignore", "Using a non-full backward hook")  # it does
-        net = importlib.import_module("fairscale.experimental.nn.data_parallel")
+        net = imported("fairscale.experimental.nn.data_parallel")
         self.description = f"one process a node; {REPLACED}"
         if slow_momentum:
             self.description = (
@@ -203,11 +206,15 @@ def peers(n: int, H: int, powersgd_rank: int = 2, powersgd_start: int = 10) -> d
 
 def _can_import(module: str, what: str) -> bool:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # fairscale's, of what torch calls deprecated
-            importlib.import_module(module)
+        imported(module)
     except ImportError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"left out: {what} ({error}); pip install 'rumor[peers]' brings it", file=sys.stderr)
         return False
     return True
+
+
+def imported(module: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch has deprecated since
+        return importlib.import_module(module)
