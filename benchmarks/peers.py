@@ -33,7 +33,7 @@ SLOW_MOMENTUM = 0.5  # fairscale's default, and Rumor's
 class WithBf16(InDDP):
     def __init__(self, build: Build, bucket_cap_mb: float = 4, **options: float):
         super().__init__(build, bucket_cap_mb, **options)
-        self.description = f"torch: gradients sent as bfloat16, bucket_cap_mb={bucket_cap_mb:g}; DDP's check that this is NCCL passed by"
+        self.description = f"torch: gradients sent as bfloat16, bucket_cap_mb={bucket_cap_mb:g}; DDP's check for NCCL is bypassed"
         # DDP knows the hook by its name and refuses it without NCCL, but gloo can do it
         self.ddp.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
 
@@ -141,11 +141,11 @@ class WithFairscale(Contestant):
         replace_cuda_calls_of_fairscale()
         warnings.filterwarnings("ignore", "Using a non-full backward hook")  # it does
         net = imported("fairscale.experimental.nn.data_parallel")
-        self.description = f"one process a node; {REPLACED}"
+        self.description = f"nprocs_per_node=1; {REPLACED}"
         if slow_momentum:
             self.description = (
                 f"slowmo_momentum={slow_momentum}, slowmo_frequency={H}, all averaged there; "
-                f"{self.description}; slow buffers made before the first step, not after it"
+                f"{self.description}; slow buffers made before the first step instead of after it"
             )
         self.ddp = net.SlowMoDistributedDataParallel(
             self.model,
@@ -159,7 +159,7 @@ class WithFairscale(Contestant):
         self.start_slowmo()
 
     def start_slowmo(self) -> None:
-        """Left alone, it takes the models after the first step for the common start, and hosts then never quite agree again."""
+        """Left alone, it takes the models after the first step, which differ, for the common start: hosts then disagree at slow rounds."""
         self.ddp._init_global_momentum_buffers(self.opt)
 
     def step(self, x: Tensor, y: Tensor) -> None:
@@ -168,7 +168,7 @@ class WithFairscale(Contestant):
         self.ddp.perform_slowmo(self.opt)
 
 
-REPLACED = "on a CPU torch.cuda.synchronize, current_stream and stream, Tensor.cuda and Tensor.pin_memory are replaced by no-ops"
+REPLACED = "replaced by no-ops: torch.cuda.synchronize, current_stream, stream, Tensor.cuda, pin_memory"
 
 
 def replace_cuda_calls_of_fairscale() -> None:

@@ -57,9 +57,11 @@ def _draw_bars(axes: Any, names: list[str], found: dict[str, dict[str, Any]]) ->
     median = [1e3 * found[name]["median"] for name in names]
     spread = [[1e3 * abs(found[name]["median"] - found[name][end]) for name in names] for end in ("fastest", "slowest")]
     axes.barh(names, median, color=[LIBRARIES[library(name)] for name in names], xerr=spread, error_kw={"linewidth": 1, "alpha": 0.6})
+    beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
     for at, (value, above) in enumerate(zip(median, spread[1], strict=True)):
-        axes.annotate(f"{value:.0f}", (value + above, at), xytext=(3, 0), textcoords="offset points", va="center", fontsize=8)
+        axes.annotate(f"{value:.0f}", (value + above, at), bbox={"color": "white", "pad": 0.8}, **beside)  # the line goes behind it
     axes.axvline(1e3 * found["DDP"]["median"], color=BLACK, linestyle="--", linewidth=1)
     axes.set(xlabel="ms a step", xlim=(0, 1.15 * max(m + a for m, a in zip(median, spread[1], strict=True))))
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
+    axes.margins(y=0.01)
