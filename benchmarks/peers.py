@@ -133,11 +133,11 @@ def _own_address() -> str:
 
 
 class WithFairscale(Contestant):
-    """Stochastic gradient push, with SlowMo at every H-th step if it has a slow momentum. Its gossip thread sleeps between its turns."""
+    """Stochastic gradient push, with SlowMo at every H-th step if it has a slow momentum. Its gossip thread sleeps between turns."""
 
     def __init__(self, build: Build, H: int, slow_momentum: float = 0.0, base: str = "sgp", **options: Any):
-        momenta = {name: options.pop(name) for name in ("lr", "momentum") if name in options}
-        super().__init__(build, **momenta)
+        of_optimizer = {name: options.pop(name) for name in ("lr", "momentum") if name in options}
+        super().__init__(build, **of_optimizer)
         replace_cuda_calls_of_fairscale()
         warnings.filterwarnings("ignore", "Using a non-full backward hook")  # it does
         net = imported("fairscale.experimental.nn.data_parallel")
