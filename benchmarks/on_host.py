@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rumor
+from contestants import consensus, ours
 from measure import machine, save
+from peers import peers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -27,6 +30,7 @@ from model_to_plan import build
 Step = Callable[[], object]
 BUCKETS_MB = (1, 4, 25)  # DDP's bucket_cap_mb: it is always given the one that suits it best
 H = 6
+BESIDE_PEERS = ("computing alone", "DDP", "Local SGD", "Gossip SGD", "OSGP", "SlowMo", "Gossip-PGA")  # without AGA, whose period is not H
 
 
 def timed(contestants: dict[str, Step], calls: int, repeats: int, warm_up: int = 1) -> dict[str, dict[str, float]]:
@@ -82,26 +86,51 @@ def with_averager(algorithm: rumor.GossipPGA) -> Step:
 def step(repeats: int) -> dict[str, Any]:
     """A whole training step of examples/model_to_plan.py."""
     n = dist.get_world_size()
-    peers = rumor.one_peer_exponential(n)
+    graph = rumor.one_peer_exponential(n)
     contestants: dict[str, Step] = {"computing alone": build()[1]}
     for size in BUCKETS_MB:
         contestants[f"DDP, bucket_cap_mb={size}"] = with_ddp(bucket_cap_mb=size)
     for delay in (0, 1):
-        contestants[f"Gossip, delay={delay}"] = with_averager(rumor.gossip_sgd(peers, delay=delay))
+        contestants[f"Gossip, delay={delay}"] = with_averager(rumor.gossip_sgd(graph, delay=delay))
     for delay in (0, 1):
-        contestants[f"Gossip-PGA, delay={delay}"] = with_averager(rumor.gossip_pga(peers, H, delay=delay))
+        contestants[f"Gossip-PGA, delay={delay}"] = with_averager(rumor.gossip_pga(graph, H, delay=delay))
     return timed(contestants, 2 * H, repeats)
+
+
+def beside_peers(repeats: int) -> dict[str, Any]:
+    """The same step of other libraries and of ours: one model, one optimizer, the same data. A turn ends with everyone's global round."""
+    n = dist.get_world_size()
+    makers = {name: make for name, make in ours(n, H, H, BUCKETS_MB).items() if name.startswith(BESIDE_PEERS)}
+    contestants = {name: make(_same_model) for name, make in {**makers, **peers(n, H)}.items()}
+    torch.manual_seed(1 + dist.get_rank())
+    x, y = torch.randn(256, 784), torch.randint(10, (256,))
+    times = timed({name: partial(contestant.step, x, y) for name, contestant in contestants.items()}, 2 * H, repeats)
+    found = {}
+    for name, contestant in contestants.items():
+        found[name] = {"description": contestant.description, **times[name], "consensus": consensus(contestant)}
+        contestant.finish()
+        found[name]["consensus_finished"] = consensus(contestant)
+        contestant.close()
+    return found
+
+
+def _same_model() -> nn.Module:
+    torch.manual_seed(0)
+    return build()[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("exchange", "step"))
+    parser.add_argument("what", choices=("exchange", "step", "peers"))
     parser.add_argument("--sizes", type=int, nargs="+", default=[8_000_000, 100_000_000])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    found = exchange(options.sizes, options.repeats) if options.what == "exchange" else step(options.repeats)
+    if options.what == "exchange":
+        found = exchange(options.sizes, options.repeats)
+    else:
+        found = {"step": step, "peers": beside_peers}[options.what](options.repeats)
     if dist.get_rank() == 0:
         save(options.out, {"machine": machine(), "bed": os.environ.get("RUMOR_BED", ""), "n": dist.get_world_size(), "seconds": found})
     dist.barrier()
