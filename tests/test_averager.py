@@ -1,5 +1,6 @@
 """The Averager among real processes: all kinds of parameters, AMP, accumulation, compile, buffers, metrics."""
 
+import time
 from typing import Any
 
 import pytest
@@ -317,6 +318,30 @@ def metrics(rank: int, algorithm: Any) -> dict[str, Any]:
         averager.step(1.0)
     averager.finish()
     return averager.metrics.as_dict()
+
+
+def where_time_goes(rank: int, lazy: bool) -> tuple[dict[str, Any], float]:
+    """Rank 0 is the slow one: others wait for it."""
+    model = nn.Linear(99, 100)
+    averager = rumor.Averager(model, rumor.gossip_sgd(RING), lazy=lazy)
+    began = time.perf_counter()
+    for _ in range(6):
+        averager.step()
+        model(torch.ones(1, 99))
+        time.sleep(0.05 if rank == 0 else 0.0)
+    averager.settle()
+    return averager.metrics.as_dict(), time.perf_counter() - began
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_metrics_tell_computing_from_waiting_and_packing(four: Cluster, lazy: bool) -> None:
+    found = four.run(where_time_goes, lazy)
+    for rank, (metrics, whole) in enumerate(found):
+        parts = metrics["seconds_computing"], metrics["seconds_waiting"], metrics["seconds_packing"]
+        assert min(parts) > 0
+        assert sum(parts) <= whole
+        assert (parts[0] > 0.25) == (rank == 0), "five times 50 ms between steps"
+        assert parts[1] > 0.2 or rank in (0, 2), "its neighbours wait for it"
 
 
 def test_metrics_count_rounds_bytes_and_waiting(four: Cluster) -> None:

@@ -113,7 +113,8 @@ def test_the_simulator_resumes_bitwise(name: str, tmp_path: Path) -> None:
     opt.load_state_dict(state["optimizer"])
     run(again, opt, 7, STEPS)
     assert torch.equal(sim.X, again.X)
-    assert sim.metrics.as_dict() == again.metrics.as_dict()
+    counts = [{name: value for name, value in s.metrics.as_dict().items() if "seconds" not in name} for s in (sim, again)]
+    assert counts[0] == counts[1]
 
 
 def test_a_foreign_state_is_refused() -> None:

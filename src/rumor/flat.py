@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from rumor.engine import Pull
 
@@ -62,7 +63,8 @@ class Flat:
 
     def read(self, b: int) -> Tensor:
         bucket = self._buckets[b]
-        torch._foreach_copy_(bucket.slots, bucket.pieces) if bucket.spread is None else bucket.spread.read(bucket.packed)
+        with record_function("rumor::pack"):
+            torch._foreach_copy_(bucket.slots, bucket.pieces) if bucket.spread is None else bucket.spread.read(bucket.packed)
         return bucket.packed
 
     def peek(self, b: int) -> Tensor:
@@ -70,21 +72,23 @@ class Flat:
 
     def write(self, b: int, value: Tensor) -> None:
         bucket = self._buckets[b]
-        value = value.to(bucket.pieces[0].device)
-        torch._foreach_copy_(bucket.pieces, bucket.views(value)) if bucket.spread is None else bucket.spread.write(value)
+        with record_function("rumor::mix"):
+            value = value.to(bucket.pieces[0].device)
+            torch._foreach_copy_(bucket.pieces, bucket.views(value)) if bucket.spread is None else bucket.spread.write(value)
 
     def pull(self, b: int, pull: Pull, sent: Tensor | None = None) -> None:
-        bucket = self._buckets[b]
-        device, weight = bucket.pieces[0].device, pull.weight
-        towards, sent = pull.towards.to(device), None if sent is None else sent.to(device)
-        if sent is None and weight == 1:
-            self.write(b, towards)
-        elif bucket.spread is not None:
-            bucket.spread.pull(towards, weight, sent)
-        elif sent is None:
-            torch._foreach_lerp_(bucket.pieces, bucket.views(towards), weight)
-        else:
-            torch._foreach_add_(bucket.pieces, bucket.views(towards.sub_(sent)), alpha=weight)
+        if sent is None and pull.weight == 1:
+            return self.write(b, pull.towards)
+        bucket, weight = self._buckets[b], pull.weight
+        with record_function("rumor::mix"):
+            towards, gone = (None if t is None else t.to(bucket.pieces[0].device) for t in (pull.towards, sent))
+            assert towards is not None
+            if bucket.spread is not None:
+                bucket.spread.pull(towards, weight, gone)
+            elif gone is None:
+                torch._foreach_lerp_(bucket.pieces, bucket.views(towards), weight)
+            else:
+                torch._foreach_add_(bucket.pieces, bucket.views(towards.sub_(gone)), alpha=weight)
 
     def buckets_of(self, tensors: Sequence[Tensor]) -> int:
         """How many of the first buckets hold all of these."""

@@ -1,8 +1,11 @@
-"""What a run has done so far: counters that cost nothing to leave on."""
+"""What a run has done so far: counters that cost nothing to leave on. Times are the host's; a GPU may be busy with something else."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,6 +17,8 @@ class Metrics:
     Attributes:
         rounds: steps so far by what they did: "gossip", "global" or "none".
         bytes_sent: what this node put on the network; an all-reduce of b bytes counts as the ring's 2 (n - 1)/n b.
+        seconds_computing: time from the end of one step() to the next: forward, backward, optimizer, and loading of data.
+        seconds_packing: time in step() that was not spent waiting: packing, sending and mixing.
         seconds_waiting: time that the host stood still for messages.
         consensus_distance: 1/n sum_i ||x_i - x_bar||^2 when it was last asked for, and None before.
         H: the period in force, None where there is none.
@@ -21,9 +26,30 @@ class Metrics:
 
     rounds: Counter[str] = field(default_factory=Counter)
     bytes_sent: int = 0
+    seconds_computing: float = 0.0
+    seconds_packing: float = 0.0
     seconds_waiting: float = 0.0
     consensus_distance: float | None = None
     H: int | None = None
+    _since: float = field(default=0.0, repr=False)  # when computing would have begun, had it not been interrupted
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Inside, the time is that of packing, but for what is spent waiting."""
+        began, waited = time.perf_counter(), self.seconds_waiting
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - began
+            self.seconds_packing += took - (self.seconds_waiting - waited)
+            self._since += took
+
+    def step_begins(self) -> None:
+        """What has passed since the last one, but for the time at work, was computing."""
+        now = time.perf_counter()
+        if self._since:
+            self.seconds_computing += now - self._since
+        self._since = now
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "rounds": dict(self.rounds)}
+        return {name: value for name, value in {**asdict(self), "rounds": dict(self.rounds)}.items() if name != "_since"}

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import record_function
 
 from rumor.arrivals import Gossip, Links, Mean, gossiping, scaled
 from rumor.channel import Alarm, Channel, DeviceAlarm, Message, Work, size
@@ -244,15 +245,22 @@ class ProcessGroup:
 
     def _arrive(self, channel: Channel, works: list[Work], doing: str) -> None:
         if (errand := self._errands.pop(channel.tag, None)) is not None:
-            errand.result()
+            with self._waiting():
+                errand.result()
         self._wait(works, doing)
         self._under_way.pop(channel.tag, None)
 
     def _wait(self, works: list[Work], doing: str) -> None:
         """Waits for each once: a second wait() on a gloo message would wait for a second message."""
+        with self._waiting():
+            while works:
+                self._guard(works.pop(0).wait, doing)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
         began = time.perf_counter()
-        while works:
-            self._guard(works.pop(0).wait, doing)
+        with record_function("rumor::wait"):
+            yield
         self.metrics.seconds_waiting += time.perf_counter() - began
 
     def _guard(self, call: Callable[[], object], doing: str) -> None:

@@ -44,7 +44,8 @@ class Run:
             call = "step(loss, lr=scheduler.get_last_lr()[0]), before scheduler.step()"
             raise ValueError(f"SlowMo needs the current learning rate: call {call}; got lr={lr!r}")
         self._kind = self.round()
-        with record_function(f"rumor::{self._kind}"):
+        self.metrics.step_begins()
+        with record_function(f"rumor::{self._kind}"), self.metrics.at_work():
             loss = loss if self.algorithm.needs_loss else None
             self._mixing = self.algorithm.begin(self.x, self.buffers, self.state, self.engine, loss, lr)
         self._in_place = 0
@@ -53,7 +54,7 @@ class Run:
         """Mixes the first `buckets` buckets of the step that has begun, all that is left of it if None. Was that the step's end?"""
         if self._mixing is None or (buckets is not None and buckets <= self._in_place):
             return False
-        with record_function(f"rumor::{self._kind}"):
+        with record_function(f"rumor::{self._kind}"), self.metrics.at_work():
             for b in self._mixing:
                 self._in_place = b + 1
                 if self._in_place == buckets:
@@ -68,7 +69,7 @@ class Run:
         self.settle()
 
     def finish(self) -> None:
-        with record_function("rumor::mean"):
+        with record_function("rumor::finish"):
             self.algorithm.finish(self.x, self.buffers, self.state, self.engine)
 
     def mean(self) -> tuple[list[Pending], list[Pending]]:
