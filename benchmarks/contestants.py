@@ -77,9 +77,9 @@ class InDDP(Contestant):
 
 
 class WithRumor(Contestant):
-    def __init__(self, build: Build, algorithm: Algorithm, **options: float):
+    def __init__(self, build: Build, algorithm: Algorithm, lazy: bool = False, **options: float):
         super().__init__(build, **options)
-        self.averager = rumor.Averager(self.model, algorithm)
+        self.averager = rumor.Averager(self.model, algorithm, lazy=lazy)
         self.description = f"on {algorithm.topology.name}"
 
     def step(self, x: Tensor, y: Tensor) -> None:

@@ -3,7 +3,10 @@
     sudo python benchmarks/network.py exchange       # one gossip step and one average of all, against bytes / rate
     sudo python benchmarks/network.py step           # a training step: DDP at its best, Gossip, Gossip-PGA, without and with overlap
     sudo python benchmarks/network.py growth         # the same for 2, 4, 8 and 16 hosts
+    sudo python benchmarks/network.py trace          # what a host and its link do during a few steps
     sudo python benchmarks/network.py peers          # a training step of other libraries and of Rumor
+
+         python benchmarks/network.py loopback       # the same step where the network is no obstacle, for a small and a large model
 
 Each writes benchmarks/results/network-*.json. All contestants of a table run in the same job on the same bed and take turns.
 """
@@ -17,7 +20,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from bed import LOOPBACK, Bed
+from bed import CONGESTION, LOOPBACK, Bed
 from measure import save
 
 HERE = Path(__file__).parent
@@ -58,9 +61,9 @@ def exchange(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
     return {"machine": found["machine"], "bed": bed.name, "rows": rows}
 
 
-def step(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
+def step(hosts: int, rates: list[str], repeats: int, congestion: str) -> dict[str, Any]:
     rows = []
-    with Bed(hosts, rates[0]) as bed:
+    with Bed(hosts, rates[0], congestion) as bed:
         for rate in rates:
             bed.set_rate(rate)
             found = on_all_hosts(bed, 600, "step", "--repeats", str(repeats))
@@ -81,6 +84,7 @@ def _steps(rate: str, hosts: int, seconds: dict[str, Any]) -> list[dict[str, Any
             sent = {"Gossip,": gossip, "Gossip-PGA,": ((H - 1) * gossip + mean) / H, "DDP,": mean}.get(name.split(" ")[0], 0.0)
             row["limit"] = max(compute, sent)
             row["ratio"] = spread["median"] / row["limit"]
+            row["ceiling"] = ddp / row["limit"]  # of what it could be times as fast as DDP
         rows.append(row)
         beside = f"limit {1e3 * row['limit']:4.0f}  x{row['ratio']:.2f}" if "limit" in row else ""
         print(
@@ -99,6 +103,22 @@ def growth(rate: str, repeats: int) -> dict[str, Any]:
     return {"machine": found["machine"], "parameters": PARAMETERS, "H": H, "rows": rows}
 
 
+def loopback(hosts: int, repeats: int) -> dict[str, Any]:
+    """On a network that costs nothing but the cores' time."""
+    rows = []
+    with Bed(hosts, LOOPBACK) as bed:
+        for model in ("mlp", "resnet50"):
+            found = on_all_hosts(bed, 900, "step", "--model", model, "--repeats", str(repeats))
+            rows += [{"model": model, **row} for row in _steps(LOOPBACK, hosts, found["seconds"])]
+    return {"machine": found["machine"], "bed": bed.name, "H": H, "rows": rows}
+
+
+def trace(hosts: int, rate: str) -> dict[str, Any]:
+    with Bed(hosts, rate) as bed:
+        found = on_all_hosts(bed, 120, "trace")
+    return {"machine": found["machine"], "bed": bed.name, "rate": rate, "traces": found["seconds"]}
+
+
 def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
     """A bed for each rate: a shaped one can't be made loopback."""
     rows = []
@@ -115,16 +135,21 @@ def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("exchange", "step", "growth", "peers"))
+    parser.add_argument("what", choices=("exchange", "step", "growth", "loopback", "peers", "trace"))
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rates", nargs="+", help="as tc writes them, or loopback")
+    parser.add_argument("--congestion", default=CONGESTION, help="of step: TCP's congestion control")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.what == "exchange":
         results = exchange(options.hosts, options.rates or list(RATES), options.repeats)
     elif options.what == "step":
-        results = step(options.hosts, options.rates or ["500mbit", "1gbit", LOOPBACK][:2], options.repeats)
+        results = step(options.hosts, options.rates or ["500mbit", "1gbit"], options.repeats, options.congestion)
+    elif options.what == "loopback":
+        results = loopback(options.hosts, options.repeats)
+    elif options.what == "trace":
+        results = trace(options.hosts, (options.rates or ["500mbit"])[0])
     elif options.what == "peers":
         results = peers(options.hosts, options.rates or ["500mbit", "1gbit", LOOPBACK], options.repeats)
     else:

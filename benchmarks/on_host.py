@@ -22,12 +22,16 @@ import rumor
 from contestants import consensus, ours
 from measure import machine, save
 from peers import peers
+from trace_steps import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from model_to_plan import build
 
+from models import resnet50
+
 Step = Callable[[], object]
+Build = Callable[[], tuple[nn.Module, Callable[..., None]]]  # a model, and a training step of it, or of it in DDP
 BUCKETS_MB = (1, 4, 25)  # DDP's bucket_cap_mb: it is always given the one that suits it best
 H = 6
 BESIDE_PEERS = ("computing alone", "DDP", "Local SGD", "Gossip SGD", "OSGP", "SlowMo", "Gossip-PGA")  # without AGA, whose period is not H
@@ -69,31 +73,48 @@ def _flat_model(size: int) -> nn.Module:
     return model
 
 
-def with_ddp(**options: Any) -> Step:
-    """A training step of examples/model_to_plan.py in DDP."""
+def build_resnet() -> tuple[nn.Module, Callable[..., None]]:
+    """ResNet-50 and a training step on a few small images: many tensors, and little computing for their size."""
+    model = resnet50(10)
+    opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    x, y = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
+
+    def train(model: nn.Module = model) -> None:
+        opt.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        opt.step()
+
+    return model, train
+
+
+BUILDS = {"mlp": build, "resnet50": build_resnet}
+
+
+def with_ddp(build: Build, **options: Any) -> Step:
+    """A training step in DDP."""
     model, train = build()
     ddp = DistributedDataParallel(model, **options)
     return lambda: train(ddp)
 
 
-def with_averager(algorithm: rumor.GossipPGA) -> Step:
+def with_averager(build: Build, algorithm: rumor.GossipPGA, lazy: bool = False) -> Step:
     """The same with an Averager."""
     model, train = build()
-    averager = rumor.Averager(model, algorithm)
+    averager = rumor.Averager(model, algorithm, lazy=lazy)
     return lambda: (train(), averager.step())
 
 
-def step(repeats: int) -> dict[str, Any]:
-    """A whole training step of examples/model_to_plan.py."""
+def step(repeats: int, build: Build) -> dict[str, Any]:
+    """A whole training step."""
     n = dist.get_world_size()
     graph = rumor.one_peer_exponential(n)
     contestants: dict[str, Step] = {"computing alone": build()[1]}
     for size in BUCKETS_MB:
-        contestants[f"DDP, bucket_cap_mb={size}"] = with_ddp(bucket_cap_mb=size)
-    for delay in (0, 1):
-        contestants[f"Gossip, delay={delay}"] = with_averager(rumor.gossip_sgd(graph, delay=delay))
-    for delay in (0, 1):
-        contestants[f"Gossip-PGA, delay={delay}"] = with_averager(rumor.gossip_pga(graph, H, delay=delay))
+        contestants[f"DDP, bucket_cap_mb={size}"] = with_ddp(build, bucket_cap_mb=size)
+    for name, algorithm in {"Gossip": rumor.gossip_sgd, "Gossip-PGA": partial(rumor.gossip_pga, H=H)}.items():
+        contestants[f"{name}, delay=0"] = with_averager(build, algorithm(graph))
+        contestants[f"{name}, delay=0, lazy"] = with_averager(build, algorithm(graph), lazy=True)
+        contestants[f"{name}, delay=1"] = with_averager(build, algorithm(graph, delay=1))
     return timed(contestants, 2 * H, repeats)
 
 
@@ -121,16 +142,19 @@ def _same_model() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("exchange", "step", "peers"))
+    parser.add_argument("what", choices=("exchange", "step", "peers", "trace"))
     parser.add_argument("--sizes", type=int, nargs="+", default=[8_000_000, 100_000_000])
+    parser.add_argument("--model", choices=BUILDS, default="mlp")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     if options.what == "exchange":
         found = exchange(options.sizes, options.repeats)
+    elif options.what == "step":
+        found = step(options.repeats, BUILDS[options.model])
     else:
-        found = {"step": step, "peers": beside_peers}[options.what](options.repeats)
+        found = beside_peers(options.repeats) if options.what == "peers" else trace(_same_model)
     if dist.get_rank() == 0:
         save(options.out, {"machine": machine(), "bed": os.environ.get("RUMOR_BED", ""), "n": dist.get_world_size(), "seconds": found})
     dist.barrier()

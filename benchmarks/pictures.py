@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rumor.files import replacing
-from rumor.plots import BLACK, BLUE, GREEN, ORANGE, SKY
+from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY
 
 LIBRARIES = {"Rumor": BLUE, "PyTorch": SKY, "torchft": ORANGE, "fairscale": GREEN, "no communication": "#999999"}
 
@@ -65,3 +65,57 @@ def _draw_bars(axes: Any, names: list[str], found: dict[str, dict[str, Any]]) ->
     axes.grid(axis="x", alpha=0.3)
     axes.set_axisbelow(True)
     axes.margins(y=0.01)
+
+
+# ---- what a host and its link do ----------------------------------------------------------------------------------------------------
+
+PARTS = {"forward": SKY, "backward": BLUE, "optimizer": PURPLE, "rumor::pack": GREEN, "rumor::mix": ORANGE, "rumor::wait": "#DDDDDD"}
+OVER = 0.006  # seconds that the link's rate is averaged over
+
+
+def draw_trace(results: dict[str, Any], path: Path) -> None:
+    """For each contestant a lane of what the host does, and below it how much of its link's rate is used."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    traces = results["traces"]
+    longest = 1e3 * max(trace["seconds"] for trace in traces.values())
+    shape = {"height_ratios": [1, 1.3] * len(traces)}
+    figure, axes = pyplot.subplots(
+        2 * len(traces), 1, figsize=(11, 1.75 * len(traces)), sharex=True, gridspec_kw=shape, layout="constrained"
+    )
+    for (name, trace), host, link in zip(traces.items(), axes[::2], axes[1::2], strict=True):
+        _draw_host(host, trace["parts"])
+        host.set_title(f"{name}: 4 steps in {1e3 * trace['seconds']:.0f} ms", loc="left", fontsize=10)
+        times, used = link_use(trace["sent"])
+        link.fill_between([1e3 * t for t in times], [8e-6 * rate for rate in used], step="post", color="#777777", linewidth=0)
+        link.set(ylabel="sent,\nMbit/s", ylim=(0, None), xlim=(0, longest))
+    axes[-1].set_xlabel("ms")
+    figure.legend(
+        handles=[Patch(color=color, label=part) for part, color in PARTS.items()], loc="outside upper center", ncols=6, frameon=False
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        figure.savefig(aside, dpi=130)
+    pyplot.close(figure)
+
+
+def _draw_host(axes: Any, parts: list[tuple[str, float, float]]) -> None:
+    for layer, name in enumerate(PARTS):  # what is inside another part is drawn over it
+        bars = [(1e3 * start, 1e3 * (end - start)) for part, start, end in parts if part == name]
+        axes.broken_barh(bars, (0, 1), color=PARTS[name], zorder=layer, linewidth=0)
+    axes.set(yticks=[], ylabel="host")
+
+
+def link_use(sent: list[tuple[float, int]]) -> tuple[list[float], list[float]]:
+    """Times, and bytes a second from each to the next."""
+    times, rates, (since, count) = [], [], sent[0]
+    for now, total in sent[1:]:
+        if now - since >= OVER:
+            times.append(since)
+            rates.append((total - count) / (now - since))
+            since, count = now, total
+    return [*times, since], [*rates, 0.0]

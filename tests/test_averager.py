@@ -1,5 +1,7 @@
 """The Averager among real processes: all kinds of parameters, AMP, accumulation, compile, buffers, metrics."""
 
+import gc
+import itertools
 import time
 from typing import Any
 
@@ -7,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -445,3 +448,25 @@ def test_a_node_may_be_several_ranks(four: Cluster) -> None:
     for rank, (model, H) in enumerate(four.run(nodes_of_two)):
         assert (model - sim.X[rank // 2]).abs().max() < 1e-9
         assert sim.metrics.H == H
+
+
+def profiled(rank: int, delay: int) -> list[set[str]]:
+    model = nn.Linear(99, 100)
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 3, delay=delay))
+    averager.step()  # messages begin before the profiler does, and end after it
+    seen = []
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for _ in range(4):
+                averager.step()
+        seen.append({event.name for event in profiler.events()})
+        gc.collect()
+    averager.finish()
+    return seen
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_profiler_sees_named_parts_and_no_message_that_outlives_it(four: Cluster, delay: int) -> None:
+    for names in itertools.chain(*four.run(profiled, delay)):
+        assert {"rumor::gossip", "rumor::global", "rumor::wait", "rumor::pack", "rumor::mix"} <= names
+        assert not [name for name in names if name.startswith("gloo:")]

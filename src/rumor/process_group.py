@@ -265,7 +265,8 @@ class ProcessGroup:
 
     def _guard(self, call: Callable[[], object], doing: str) -> None:
         try:
-            call()
+            with _unrecorded():
+                call()
         except RuntimeError as error:
             raise ConnectionError(
                 f"rank {self.rank} of {self.n} lost touch with the others while {doing}: {error}. A peer has died, is cut off, is slower "
@@ -290,6 +291,19 @@ class ProcessGroup:
             f"the model of node {alarm % self.n} was not finite (NaN or Inf) when it was sent at step {alarm // self.n}; it was kept from "
             "spreading, and all ranks stop here: go back to the last checkpoint, with a lower learning rate or clipped gradients"
         )
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """A gloo message that the profiler saw begin and that ends when profiling is over writes to memory that is no more (torch 2.13)."""
+    if not torch._C._autograd._profiler_enabled():
+        yield
+        return
+    torch._C._autograd._enable_record_function(False)
+    try:
+        yield
+    finally:
+        torch._C._autograd._enable_record_function(True)
 
 
 def _keep(under_way: _UnderWay, channels: dict[int, Channel]) -> None:

@@ -1,0 +1,100 @@
+"""What a host does during a few training steps, from torch's profiler, and what its link does meanwhile, from the kernel's counters."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import rumor
+from contestants import Contestant, InDDP, WithRumor
+
+PARTS = ("forward", "backward", "optimizer", "rumor::wait", "rumor::pack", "rumor::mix")
+STEPS = 4
+LOOK_EVERY = 0.002  # seconds between looks at the link
+
+
+class Link(threading.Thread):
+    """Reads how many bytes the host has sent, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        devices = [line.split(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
+        self._device = "eth0" if "eth0" in devices else "lo"  # of a host of the bed, or of this machine
+        self.seen: list[tuple[float, int]] = []
+        self._end = threading.Event()
+
+    def run(self) -> None:
+        while not self._end.wait(LOOK_EVERY):
+            line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith(self._device + ":"))
+            self.seen.append((time.perf_counter(), int(line.split(":")[1].split()[8])))
+
+    def stop(self) -> None:
+        self._end.set()
+        self.join()
+
+
+def named_parts(contestant: Contestant) -> None:
+    """Its forward, backward and optimizer get names for the profiler."""
+
+    def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        contestant.opt.zero_grad()
+        with record_function("forward"):
+            loss = nn.functional.cross_entropy(model(x), y)
+        with record_function("backward"):
+            loss.backward()
+        return loss
+
+    contestant.backward = backward  # type: ignore[method-assign]
+    step = contestant.opt.step
+
+    def optimizer(*arguments: Any) -> Any:
+        with record_function("optimizer"):
+            return step(*arguments)
+
+    contestant.opt.step = optimizer  # type: ignore[method-assign]
+
+
+def recorded(contestant: Contestant, x: Tensor, y: Tensor) -> dict[str, Any]:
+    """Seconds from the start at which each part of STEPS steps began and ended, and bytes sent over time."""
+    named_parts(contestant)
+    for _ in range(STEPS):
+        contestant.step(x, y)
+    dist.barrier()
+    link = Link()
+    link.start()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        began = time.perf_counter()
+        with record_function("start"):
+            pass
+        for _ in range(STEPS):
+            contestant.step(x, y)
+        took = time.perf_counter() - began
+    link.stop()
+    events = profiler.events()
+    start = next(e.time_range.start for e in events if e.name == "start")
+    parts = [
+        (e.name, (e.time_range.start - start) / 1e6, (e.time_range.end - start) / 1e6) for e in events if e.name in PARTS and not e.is_async
+    ]
+    sent = [(t - began, count) for t, count in link.seen if 0 <= t - began <= took]
+    return {"seconds": took, "parts": sorted(parts, key=lambda part: part[1]), "sent": sent}
+
+
+def trace(build: Any) -> dict[str, Any]:
+    n = dist.get_world_size()
+    graph = rumor.one_peer_exponential(n)
+    contestants = {
+        "DDP": InDDP(build),
+        "Gossip SGD": WithRumor(build, rumor.gossip_sgd(graph)),
+        "Gossip SGD, lazy": WithRumor(build, rumor.gossip_sgd(graph), lazy=True),
+        "Gossip SGD, delay=1": WithRumor(build, rumor.gossip_sgd(graph, delay=1)),
+    }
+    torch.manual_seed(dist.get_rank())
+    x, y = torch.randn(256, 784), torch.randint(10, (256,))
+    return {name: recorded(contestant, x, y) for name, contestant in contestants.items()}
