@@ -140,8 +140,8 @@ def seconds(run: Any, repeats: int = 50) -> float:
 class Echo(ProcessGroup):
     """NCCL's path with a neighbour that sends back what it hears: all work stays on the device."""
 
-    def __init__(self, group: Any = None):
-        super().__init__(group)
+    def __init__(self, *groups: Any):
+        super().__init__(*groups)
         self.n = 4
 
     def agree(self, setup: object, problem: object = None) -> None:
