@@ -125,8 +125,8 @@ class ProcessGroup:
             if their_problem:
                 raise RuntimeError(f"rank {rank} could not set up its Averager: {their_problem}")
             for what, value in theirs.items():
-                if value != said[0][0][what]:
-                    raise ValueError(f"ranks disagree on the {what}: rank 0 has {said[0][0][what]}, rank {rank} has {value}")
+                if value != (first := said[0][0].get(what)):
+                    raise ValueError(f"ranks disagree on the {what}: rank 0 has {first}, rank {rank} has {value}")
 
     def broadcast(self, tensors: Iterable[Tensor], group: Group | None = None) -> None:
         """Every rank of `group` takes its rank 0's values, in place."""
