@@ -145,7 +145,7 @@ class DeviceAlarm(Alarm):
         super().__init__(n)
         self._both = torch.full((2,), math.inf, dtype=torch.float64, device=device)  # earliest, settled
         self._noted = self._both[:1]
-        self._copy = torch.full((1,), math.inf, dtype=torch.float64, pin_memory=True)
+        self._copy = torch.full((2,), math.inf, dtype=torch.float64, pin_memory=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
@@ -167,8 +167,8 @@ class DeviceAlarm(Alarm):
 
     def look(self) -> float:
         if self._copied.query():  # type: ignore[no-untyped-call]
-            self.earliest = float(self._copy)
-            self._copy.copy_(self._noted, non_blocking=True)
+            self.earliest, self.settled = self._copy.tolist()
+            self._copy.copy_(self._both, non_blocking=True)
             self._copied.record()
         return self.earliest
 

@@ -162,6 +162,8 @@ class ProcessGroup:
     def raise_alarm(self, k: int, topology: Topology) -> None:
         """Raises if some node's model is not finite and word of it has had time to reach all, who then raise at this same step."""
         alarm = self._alarm.look()
+        if self._alarm.settled < math.inf:
+            raise self._not_finite(int(self._alarm.settled))
         if alarm < math.inf and topology.reach is not None and k >= alarm // self.n + topology.reach:
             raise self._not_finite(int(alarm))
 
