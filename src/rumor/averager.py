@@ -79,7 +79,7 @@ class Averager:
         """Mixes the models. Call it once per optimizer step, on every node, also where GradScaler has skipped the optimizer's.
 
         Args:
-            loss: this node's loss of this step; Gossip-AGA needs it, others ignore it.
+            loss: this rank's loss of this step; Gossip-AGA needs it, others ignore it.
             lr: the current learning rate; SlowMo needs it, others ignore it.
         """
         if self._showing_mean:
@@ -94,6 +94,7 @@ class Averager:
         self.engine.raise_alarm(k, self._run.algorithm.topology)
 
     def _share_all(self) -> None:
+        """After a global round, inside the node: float buffers have changed, too, and alarms are settled."""
         self._node.share(self._part, self._buffer_part, settle=True)
 
     def _find_tensors(self) -> None:
