@@ -98,7 +98,7 @@ class Part:
         alike = [as_real(t) for t in tensors if not is_sharded(t)]
         self._stretches = [_Stretches([t for t in alike if t.dtype == dtype], inside.n) for dtype in dict.fromkeys(t.dtype for t in alike)]
         for stretches in self._stretches:
-            self.mine += stretches.of(inside.rank)
+            self.mine += stretches.pieces[inside.rank]
         if tensors and not any(t.numel() for t in self.mine):
             self.mine.append(as_real(tensors[0]).new_zeros(1))  # losses and weights travel with the first number, so there must be one
 
@@ -116,7 +116,7 @@ class Part:
 
 
 class _Stretches:
-    """Tensors of one dtype, end to end, cut into L stretches of equal length: `pieces[l]` are views, fewer where the tensors end."""
+    """Tensors of one dtype, end to end, cut into L stretches of one length: `pieces[l]`, views. The last ones may be shorter, or empty."""
 
     def __init__(self, tensors: Sequence[Tensor], L: int):
         self.dtype = tensors[0].dtype
@@ -128,11 +128,6 @@ class _Stretches:
                 piece = rest[: self.length - at % self.length]
                 self.pieces[at // self.length].append(piece)
                 rest, at = rest[piece.numel() :], at + piece.numel()
-        self._like = tensors[0]
-
-    def of(self, rank: int) -> list[Tensor]:
-        """Its pieces, and zeros up to the full length: no part is empty, and all are alike."""
-        return [*self.pieces[rank], self._like.new_zeros(self.length - sum(p.numel() for p in self.pieces[rank]))]
 
 
 class _Row:
