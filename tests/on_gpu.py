@@ -23,9 +23,9 @@ import rumor.averager
 from rumor.engine import Leaves
 from rumor.process_group import ProcessGroup
 from tests.cluster import Cluster
+from tests.nodes import ALGORITHMS as NODES
+from tests.nodes import MODELS, averager_of, train_here, wrapped
 from tests.problems import OPTIMIZERS, batches, decayed
-from tests.test_nodes import ALGORITHMS as NODES
-from tests.test_nodes import MODELS, averager_of, train_here, wrapped
 
 N = 4
 CUDA = torch.device("cuda")
