@@ -26,6 +26,14 @@ def four(_clusters: list[Cluster]) -> Cluster:
     return _clusters[-1]
 
 
+@pytest.fixture(scope="session")
+def six() -> Iterator[Cluster]:
+    """2 nodes of 3 ranks, or 3 of 2; its very last test breaks it."""
+    cluster = Cluster(6)
+    yield cluster
+    cluster.stop(kill=True)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -6,6 +6,7 @@ show it: a group of one rank, and a neighbour that answers with an echo, to see 
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import socket
@@ -21,6 +22,9 @@ import rumor
 import rumor.averager
 from rumor.engine import Leaves
 from tests.cluster import Cluster
+from tests.nodes import ALGORITHMS as NODES
+from tests.nodes import MODELS, averager_of, train_here, wrapped
+from tests.problems import OPTIMIZERS, batches, decayed
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -110,6 +114,37 @@ def processes_that_share_the_gpu_equal_the_simulator() -> None:
         cluster.stop()
 
 
+def one_rank_of_two(rank: int, name: str) -> torch.Tensor:
+    model = wrapped(MODELS["network"]().cuda(), "ddp", 2)
+    averager = averager_of(model, NODES[name](2), 2)
+    opt = OPTIMIZERS["nesterov"](model.parameters())
+    x, y = (part.cuda() for part in batches(11, 4))
+    for k in range(11):
+        lr = decayed(opt, k)
+        loss = loss_fn(model, x[k, rank], y[k, rank])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        averager.step(loss, lr=lr)
+    averager.consensus_distance()
+    with averager.averaged():
+        pass
+    averager.state_dict()
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+
+
+def nodes_of_two_that_share_the_gpu_equal_the_simulator() -> None:
+    cluster = Cluster(4)
+    try:
+        for name in NODES:
+            expected = train_here(2, 2, "network", name)["x"][:, -1].repeat_interleave(2, dim=0)  # of node 0, 0, 1, 1
+            difference = (torch.stack(cluster.run(one_rank_of_two, name)) - expected).abs().max().item()
+            print(f"    {name:<22} {difference:.1e}")
+            assert difference < 1e-9
+    finally:
+        cluster.stop()
+
+
 def stacked_gossip_on_the_gpu() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for topology in (rumor.ring(64), rumor.one_peer_exponential(50), rumor.exponential(33)):
@@ -145,15 +180,18 @@ def nccl_path_never_waits_for_the_device_on_a_gossip_step() -> None:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
     dist.init_process_group("nccl", rank=0, world_size=1)
-    alone = rumor.Averager(network().cuda(), rumor.gossip_pga(rumor.ring(1), 2))
-    for _ in range(4):
-        alone.step()
-    alone.finish()
-    assert alone.consensus_distance() == 0
+    world = dist.group.WORLD
+    for local_group in (None, world):
+        alone = rumor.Averager(network().cuda(), rumor.gossip_pga(rumor.ring(1), 2), group=world, local_group=local_group)
+        for _ in range(4):
+            alone.step()
+        alone.finish()
+        assert alone.consensus_distance() == 0
     real, rumor.averager.ProcessGroup = rumor.averager.ProcessGroup, Echo  # type: ignore[misc]
-    for algorithm in (rumor.gossip_sgd(rumor.ring(4)), rumor.gossip_sgd(rumor.exponential(4), delay=1), rumor.osgp(rumor.ring(4))):
+    methods = (rumor.gossip_sgd(rumor.ring(4)), rumor.gossip_sgd(rumor.exponential(4), delay=1), rumor.osgp(rumor.ring(4)))
+    for algorithm, local_group in itertools.product(methods, (None, world)):  # inside a node, too, it must not wait
         model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 20)).cuda()
-        averager = rumor.Averager(model, algorithm)
+        averager = rumor.Averager(model, algorithm, group=world, local_group=local_group)
         averager.step()
         averager.step()
         before = [p.detach().clone() for p in model.parameters()]
@@ -203,6 +241,7 @@ def main() -> None:
         simulator_on_the_gpu_equals_the_cpu,
         stacked_gossip_on_the_gpu,
         processes_that_share_the_gpu_equal_the_simulator,
+        nodes_of_two_that_share_the_gpu_equal_the_simulator,
         nccl_path_never_waits_for_the_device_on_a_gossip_step,
         the_convex_study_replayed_on_the_gpu_equals_the_cpu,
     ):

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from rumor.algorithm import Algorithm, check_algorithm
-from rumor.flat import Flat, Places
+from rumor.flat import Flat, Places, as_real, held
 from rumor.metrics import Metrics
+from rumor.node import Node, check_shards, layouts, reshard
 from rumor.process_group import Group, ProcessGroup, check_model
 from rumor.run import Run
 from rumor.under_forward import UnderForward
@@ -30,13 +31,15 @@ class Averager:
         model: the module that the optimizer trains; not in DistributedDataParallel over the same ranks.
         algorithm: what `rumor.gossip_pga(...)` and its like return, for as many nodes as the group has ranks.
         group: the group across nodes that this rank belongs to; the default group if None.
-        local_group: the ranks inside this node, where a node is several GPUs that are kept alike (DDP over this group, say). Their
-            losses are averaged for Gossip-AGA. Each local rank exchanges the whole model with its counterparts in `group`.
+        local_group: the ranks inside this node, where a node is several GPUs; `group` is then this rank and its counterparts, one of each
+            node. The ranks of a node must keep their parameters alike (DDP over this group) or sharded over it (FSDP2). Of what is alike,
+            each of L ranks exchanges 1/L, and the node shares the outcome; of what is sharded, its own shard. Losses are averaged
+            inside the node for Gossip-AGA. What is said of nodes below holds for all ranks of a node.
         lazy: step() returns while messages are under way, and each module waits for its own parameters when it next runs forward. Call
             settle() before you read parameters in any other way. Not for models under torch.compile.
 
-    A rank that waits longer than the group's time-out (`init_process_group(timeout=...)`) raises ConnectionError. A model that is not
-    finite raises FloatingPointError on every rank, naming the node and the step.
+    A rank that waits longer than the group's time-out (`init_process_group(timeout=...)`, `new_group(timeout=...)`) raises ConnectionError.
+    A model that is not finite raises FloatingPointError on every rank, naming the node and the step.
     """
 
     def __init__(
@@ -48,32 +51,32 @@ class Averager:
         local_group: Group | None = None,
         lazy: bool = False,
     ):
-        self.engine = ProcessGroup(group)
+        self.engine = ProcessGroup(group, local_group)
+        self._node = Node(self.engine)
         problem, setup = None, {}
         try:
             check_model(model, group, local_group)
+            reshard(model)
+            check_shards(model, self.engine.inside)
             check_algorithm(algorithm)
             _check_size(algorithm, self.engine.n)
-            if lazy and algorithm.delay:
-                raise ValueError(
-                    "lazy=True has nothing to gain with delay=1, whose messages have a whole step to arrive: leave one of them out"
-                )
+            _check_lazy(lazy, algorithm, local_group is not None)
             _, self._frozen = trained_and_frozen(model)
             setup = {"algorithm": repr(algorithm), "model": _described(model)}
+            if local_group is not None:
+                setup["layout in memory"] = layouts(model)
         except (TypeError, ValueError) as error:
             problem = error  # told to the others, who would wait for this rank in vain
-        self.engine.agree(setup, problem)
+        self._node.agree(setup, problem)
+        self._model = model
         self._trained = Places(model, "_parameters", lambda p: p.requires_grad)
         self._buffers = Places(model, "_buffers", is_averaged)
-        self._local_group = local_group
         self._showing_mean = False
         with torch.no_grad():
-            tensors = [*model.parameters(), *model.buffers()]
-            if local_group is not None:
-                self.engine.broadcast(tensors, local_group)
-            self.engine.broadcast(tensors)
-            self._x = Flat(self._trained.tensors(), self.engine.room)
-            self._b = Flat(self._buffers.tensors(), self.engine.room)
+            self._node.broadcast([*model.parameters(), *model.buffers()])
+            self._part, self._buffer_part = self._node.part(self._trained.tensors()), self._node.part(self._buffers.tensors())
+            self._x = Flat(self._part.mine, self.engine.room)
+            self._b = Flat(self._buffer_part.mine, self.engine.room)
             self._run = Run(algorithm, self.engine, self._x, self._b)
         self._lazy = lazy
         if lazy:
@@ -94,7 +97,7 @@ class Averager:
         """Mixes the models. Call it once per optimizer step, on every node, also where GradScaler has skipped the optimizer's.
 
         Args:
-            loss: this node's loss of this step; Gossip-AGA needs it, others ignore it.
+            loss: this rank's loss of this step; Gossip-AGA needs it, others ignore it.
             lr: the current learning rate; SlowMo needs it, others ignore it.
         """
         if self._showing_mean:
@@ -112,23 +115,35 @@ class Averager:
 
     @torch.no_grad()
     def _settle(self, buckets: int | None) -> None:
-        k = self._run.k
+        k, kind = self._run.k, self._run.round()
         if self._run.settle(buckets):
+            with self.metrics.at_work():
+                if kind == "gossip":
+                    self._node.share(self._part, settle=False)
+                elif kind == "global":
+                    self._share_all()
             self.engine.raise_alarm(k, self._run.algorithm.topology)
+
+    def _share_all(self) -> None:
+        """After a global round, inside the node: float buffers have changed, too, and alarms are settled."""
+        self._node.share(self._part, self._buffer_part, settle=True)
 
     def _find_tensors(self) -> None:
         """Parameters must be where they were, since the optimizer has them too; buffers may have been replaced, as some models do."""
         self.settle()
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError("a parameter that was frozen when the Averager was built now trains: build the Averager after unfreezing")
-        if not self._x.still_holds(self._trained.tensors()):
+        if self._trained.have_changed():
+            if self._part.is_gathered(self._trained.tensors()):
+                raise RuntimeError("FSDP has parameters gathered, as its root has after a forward without a backward: call model.reshard()")
             raise RuntimeError(
                 "a parameter has been replaced, or has moved in memory, since the Averager was built (model.to(), .half(), an assignment "
                 "to .data, load_state_dict(assign=True)): do that first, then build the optimizer and the Averager"
             )
-        buffers = self._buffers.tensors()
-        if not self._b.still_holds(buffers):
-            self._b.rebind(buffers)
+        if self._buffers.have_changed():
+            self._buffer_part = self._node.part(self._buffers.tensors())
+            self._b.rebind(self._buffer_part.mine)
+            self._buffers.remember()
 
     def _as_scalar(self, loss: Tensor | float | None) -> Tensor | None:
         if loss is None or not self._run.algorithm.needs_loss:
@@ -136,27 +151,30 @@ class Averager:
         scalar = torch.as_tensor(loss).detach().to(torch.float64).reshape(-1)
         if scalar.numel() != 1:
             raise ValueError(f"step() takes this node's loss as one number, got a tensor of shape {list(torch.as_tensor(loss).shape)}")
-        return scalar if self._local_group is None else self.engine.mean_inside(scalar, self._local_group)
+        return self._node.mean(scalar)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Waits for what is in flight, then averages once more: all nodes end with the same model. A collective."""
         self._find_tensors()
         self._run.finish()
+        self._share_all()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model holds the mean of all nodes (to evaluate or save it); after, its own again. A collective."""
         self._find_tensors()
-        tensors = (*self._trained.tensors(), *self._buffers.tensors())
-        own = [t.detach().clone() for t in tensors]
+        tensors = [as_real(t) for t in (*self._trained.tensors(), *self._buffers.tensors())]
+        own = [t.clone() for t in tensors]
         try:
             self._showing_mean = True
             with torch.no_grad():
                 self._run.show_mean()
+                self._share_all()
             yield
         finally:
             self._showing_mean = False
+            reshard(self._model)  # what FSDP has gathered inside is the mean
             with torch.no_grad():
                 for t, value in zip(tensors, own, strict=True):
                     t.copy_(value)
@@ -165,19 +183,21 @@ class Averager:
     def consensus_distance(self) -> float:
         """1/n sum_i ||x_i - x_bar||^2 of the trained parameters. A collective."""
         self._find_tensors()
-        return self._run.consensus_distance()
+        self.metrics.consensus_distance = self._node.sum(self._run.consensus_distance())
+        return self.metrics.consensus_distance
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, with the messages in flight; the model and the optimizer are saved beside it, each rank its own."""
         self.settle()
-        return {**self._run.state_dict(), "rank": self.engine.rank}
+        return {**self._run.state_dict(), "rank": self.engine.rank, "local_rank": self._node.local_rank}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`. Build the Averager first, then load model, optimizer and averager."""
-        if isinstance(state, dict) and state.get("rank", self.engine.rank) != self.engine.rank:
-            raise ValueError(f"this is the state of rank {state['rank']}, but this is rank {self.engine.rank}: each rank loads its own")
+        here = self.engine.rank, self._node.local_rank
+        if isinstance(state, dict) and (there := (state.get("rank", here[0]), state.get("local_rank"))) != here:
+            raise ValueError(f"this is the state of {_named(*there)}, but this is {_named(*here)}: each rank loads its own")
         self.settle()
         self._run.load_state_dict(state)
         self.engine.forget_alarm()
@@ -190,6 +210,19 @@ def _check_size(algorithm: Algorithm, n: int) -> None:
         special = {"isolated": f"use local_sgd({n}, H)", "complete": f"use parallel_sgd({n}) or complete({n})"}
         fix = special.get(how, f"build it with {how}({n})" if "<" not in topology.name else f"build it for {n} nodes")
         raise ValueError(f"this topology is for n={topology.n} nodes, but the group has {n}: {fix}")
+
+
+def _check_lazy(lazy: bool, algorithm: Algorithm, is_shared: bool) -> None:
+    if lazy and algorithm.delay:
+        raise ValueError("lazy=True has nothing to gain with delay=1, whose messages have a whole step to arrive: leave one of them out")
+    if lazy and is_shared:
+        raise ValueError(
+            "lazy=True can't wait for what the ranks of a node share when all of it has arrived: leave out lazy or local_group"
+        )
+
+
+def _named(rank: int, local_rank: int | None) -> str:
+    return f"rank {rank}" if local_rank is None else f"rank {rank}, local rank {local_rank}"
 
 
 def _described(module: nn.Module) -> str:
@@ -210,10 +243,9 @@ def trained_and_frozen(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.P
     for name, p in module.named_parameters():
         if isinstance(p, UninitializedParameter) or p.is_meta:
             raise ValueError(f"parameter {name} has no values yet (lazy, or on the meta device): initialise the model first")
-        if hasattr(p, "device_mesh"):
-            raise ValueError(f"parameter {name} is a DTensor (FSDP2 or tensor parallel), which Rumor can't average yet")
-        if p.numel() and memory.setdefault(p.data_ptr(), name) != name:
-            other = memory[p.data_ptr()]
+        here = held(p)
+        if here.numel() and memory.setdefault(here.data_ptr(), name) != name:
+            other = memory[here.data_ptr()]
             raise ValueError(
                 f"parameters {other} and {name} share memory but are two Parameters: tie them by assigning the Parameter itself"
             )

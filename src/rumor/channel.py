@@ -109,6 +109,7 @@ class Alarm:
     def __init__(self, n: int):
         self.n = n
         self.earliest = math.inf
+        self.settled = math.inf  # one that a global round has told all nodes of
 
     def write(self, message: Message, size: Tensor, node: int, k: int) -> None:
         """Fills in the head of this node's own message."""
@@ -144,14 +145,32 @@ class Alarm:
         """The alarm as it stands, [1] in float64, for all nodes to compare."""
         return torch.tensor([self.earliest], dtype=torch.float64)
 
+    # ---- inside a node of several ranks, each of which hears of its own part of the model alone
+
+    def is_settled(self, alarm: Tensor) -> None:
+        """All nodes know of `alarm` [1], at least those of their ranks that exchange the same part as this one."""
+        self.earliest = self.settled = float(alarm)
+
+    def tell(self, head: Tensor) -> None:
+        """Writes down what this rank knows, in `head` [2], for the other ranks of its node ..."""
+        head.copy_(torch.tensor([self.earliest, self.settled], dtype=torch.float64))
+
+    def merge(self, heads: Tensor) -> None:
+        """... and learns what all of them know, itself among them, from `heads` [L, 2]."""
+        self.earliest, self.settled = heads.amin(dim=0).tolist()
+
+    def wait_for_settled(self) -> float:
+        return self.settled
+
 
 class DeviceAlarm(Alarm):
     """The same on a GPU: noted by the device, and copied to the host behind its back."""
 
     def __init__(self, n: int, device: torch.device):
         super().__init__(n)
-        self._noted = torch.full((1,), math.inf, dtype=torch.float64, device=device)
-        self._copy = torch.full((1,), math.inf, dtype=torch.float64, pin_memory=True)
+        self._both = torch.full((2,), math.inf, dtype=torch.float64, device=device)  # earliest, settled
+        self._noted = self._both[:1]
+        self._copy = torch.full((2,), math.inf, dtype=torch.float64, pin_memory=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
@@ -173,10 +192,22 @@ class DeviceAlarm(Alarm):
 
     def look(self) -> float:
         if self._copied.query():  # type: ignore[no-untyped-call]
-            self.earliest = float(self._copy)
-            self._copy.copy_(self._noted, non_blocking=True)
+            self.earliest, self.settled = self._copy.tolist()
+            self._copy.copy_(self._both, non_blocking=True)
             self._copied.record()
         return self.earliest
 
     def settle(self) -> Tensor:
         return self._noted.clone()
+
+    def is_settled(self, alarm: Tensor) -> None:
+        self._both.copy_(alarm.expand(2))
+
+    def tell(self, head: Tensor) -> None:
+        head.copy_(self._both)
+
+    def merge(self, heads: Tensor) -> None:
+        torch.amin(heads, dim=0, out=self._both)
+
+    def wait_for_settled(self) -> float:
+        return float(self._both[1])

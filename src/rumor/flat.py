@@ -28,9 +28,23 @@ SMALLEST_BYTES_ON_GPU = 2**26  # ... and a pass over less of a GPU's memory is a
 Room = Callable[[torch.Size, torch.dtype, torch.device], Tensor]
 
 
+def is_sharded(t: Tensor) -> bool:
+    """Is it a DTensor, of which this rank has a part?"""
+    return hasattr(t, "device_mesh")
+
+
+def held(t: Tensor) -> Tensor:
+    """What this rank has of it, in place: of a DTensor its shard."""
+    if not is_sharded(t):
+        return t
+    with torch.no_grad():  # else it would be a view of it, with a history
+        shard: Tensor = t.to_local()  # type: ignore[attr-defined]
+        return shard
+
+
 def as_real(t: Tensor) -> Tensor:
-    """The tensor without its autograd history; complex numbers as pairs of real ones."""
-    return torch.view_as_real(t.detach()) if t.is_complex() else t.detach()
+    """What this rank has of the tensor, without its autograd history; complex numbers as pairs of real ones."""
+    return torch.view_as_real(held(t).detach()) if t.is_complex() else held(t).detach()
 
 
 class Places:
@@ -45,17 +59,27 @@ class Places:
                 if t is not None and wanted(t) and id(t) not in seen:
                     seen.add(id(t))
                     self._places.append((cast("dict[str, Tensor]", tensors), name))
+        self.remember()
 
     def tensors(self) -> list[Tensor]:
         """Those that are there now, in the order of `module.parameters()`."""
         return [registered[name] for registered, name in self._places]
+
+    def remember(self) -> None:
+        self._were_at = self._whereabouts()
+
+    def have_changed(self) -> bool:
+        """Has a tensor, or its memory, been replaced? Views of the old one would be averaged to no effect, and silently."""
+        return self._were_at != self._whereabouts()
+
+    def _whereabouts(self) -> list[tuple[int, int]]:
+        return [(id(t), held(t).data_ptr()) for t in self.tensors()]
 
 
 class Flat:
     """Tensors of one process as buckets [d_b]. `room` makes the buffer that a bucket is packed into."""
 
     def __init__(self, tensors: Sequence[Tensor], room: Room):
-        self._are_at = _whereabouts(tensors)
         self._buckets = [_Bucket(pieces, room) for pieces in _cut([as_real(t) for t in tensors])]
 
     def __len__(self) -> int:
@@ -99,10 +123,6 @@ class Flat:
             found = max([found, *(b + 1 for _, b in pieces[first:last])])
         return found
 
-    def still_holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Buckets hold views: a tensor that was replaced, or whose memory was, would be averaged no more, and silently."""
-        return self._are_at == _whereabouts(tensors)
-
     def rebind(self, tensors: Sequence[Tensor]) -> None:
         """Goes on with other tensors of the same shapes and dtypes."""
         cut = _cut([as_real(t) for t in tensors])
@@ -110,11 +130,6 @@ class Flat:
             raise RuntimeError("a buffer has changed its shape or dtype since the Averager was built: build the Averager after that")
         for bucket, pieces in zip(self._buckets, cut, strict=True):
             bucket.hold(pieces)
-        self._are_at = _whereabouts(tensors)
-
-
-def _whereabouts(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(id(t), t.data_ptr()) for t in tensors]
 
 
 class _Bucket:

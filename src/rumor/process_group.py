@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from rumor.arrivals import Gossip, Links, Mean, gossiping, scaled
+from rumor.arrivals import Gossip, Links, Mean, gossiping, scaled, unrecorded
 from rumor.channel import Alarm, Channel, DeviceAlarm, Message, Work, size
 from rumor.engine import Pending, accumulator, rounded
 from rumor.flat import as_real
@@ -42,9 +42,9 @@ _kept: list[Channel] = []  # likewise, for messages that may never come
 
 
 class ProcessGroup:
-    """Node `rank` of `n`: the collectives of `Engine`, over `group` (the default group if None)."""
+    """Node `rank` of `n`: the collectives of `Engine`, over `group` (the default group if None). `local_group`: the ranks inside it."""
 
-    def __init__(self, group: Group | None = None):
+    def __init__(self, group: Group | None = None, local_group: Group | None = None):
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("no process group: call torch.distributed.init_process_group() first (torchrun sets its variables)")
         self.group = group or dist.distributed_c10d._get_default_group()
@@ -53,6 +53,9 @@ class ProcessGroup:
         if self.rank < 0:
             raise ValueError("this process is not in the group it was given: each rank must pass a group that it belongs to")
         self.metrics = Metrics()
+        self.inside = None if local_group is None else ProcessGroup(local_group)
+        if self.inside is not None:
+            self.inside.metrics = self.metrics  # time spent waiting is that of one rank, whomever it waits for
         self.backend = dist.get_backend(self.group)
         self._is_host = self.backend != "nccl"  # gloo and MPI send from host memory
         self.device = torch.device("cpu") if self._is_host else torch.device("cuda", torch.cuda.current_device())
@@ -151,8 +154,8 @@ class ProcessGroup:
             if their_problem:
                 raise RuntimeError(f"rank {rank} could not set up its Averager: {their_problem}")
             for what, value in theirs.items():
-                if value != said[0][0][what]:
-                    raise ValueError(f"ranks disagree on the {what}: rank 0 has {said[0][0][what]}, rank {rank} has {value}")
+                if value != (first := said[0][0].get(what)):
+                    raise ValueError(f"ranks disagree on the {what}: rank 0 has {first}, rank {rank} has {value}")
 
     def broadcast(self, tensors: Iterable[Tensor], group: Group | None = None) -> None:
         """Every rank of `group` takes its rank 0's values, in place."""
@@ -167,15 +170,29 @@ class ProcessGroup:
         """For a run that goes on from a checkpoint."""
         self._alarm = Alarm(self.n) if self._is_host else DeviceAlarm(self.n, self.device)
 
-    def mean_inside(self, value: Tensor, local_group: Group) -> Tensor:
-        """The average of a scalar over the ranks inside this node."""
-        wire = value.to(self.device, copy=True)
-        self._guard(lambda: dist.all_reduce(wire, group=local_group), "averaging the loss inside the node")
-        return wire / dist.get_world_size(local_group)
+    @property
+    def ranks(self) -> list[int]:
+        """Of its members, among all processes."""
+        return dist.get_process_group_ranks(self.group)
+
+    def gather(self, rows: Tensor, doing: str) -> None:
+        """Each rank has filled in its own of `rows` [n, ...]; then all have all of them."""
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the latter's name since torch 2.13
+        works: list[Work] = []
+        self._guard(lambda: works.append(all_gather(rows.view(-1), rows[self.rank], group=self.group, async_op=True)), doing)
+        self._wait(works, doing)
+
+    def raise_settled_alarm(self) -> None:
+        """Raises if a global round, over some part of the model, found it not finite. Waits for the device, as global rounds do."""
+        alarm = self._alarm.wait_for_settled()
+        if alarm < math.inf:
+            raise self._not_finite(int(alarm))
 
     def raise_alarm(self, k: int, topology: Topology) -> None:
         """Raises if some node's model is not finite and word of it has had time to reach all, who then raise at this same step."""
         alarm = self._alarm.look()
+        if self._alarm.settled < math.inf:
+            raise self._not_finite(int(self._alarm.settled))
         if alarm < math.inf and topology.reach is not None and k >= alarm // self.n + topology.reach:
             raise self._not_finite(int(alarm))
 
@@ -265,7 +282,7 @@ class ProcessGroup:
 
     def _guard(self, call: Callable[[], object], doing: str) -> None:
         try:
-            with _unrecorded():
+            with unrecorded():
                 call()
         except RuntimeError as error:
             raise ConnectionError(
@@ -280,30 +297,19 @@ class ProcessGroup:
             self._scratch[dtype] = torch.empty(d, dtype=dtype, device=device)
         return self._scratch[dtype][:d]
 
-    def _settle_alarm(self, doing: str) -> FloatingPointError:
+    def _settle_alarm(self, doing: str) -> None:
         """At a global round that found some rank alarmed: all of them are here, so they can settle whose alarm was the first."""
         first = self._alarm.settle()
         self._guard(lambda: dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group), doing)
-        return self._not_finite(int(first))
+        if self.inside is None:
+            raise self._not_finite(int(first))
+        self._alarm.is_settled(first)  # the other ranks of the node do not know yet: all raise once it has shared its parts
 
     def _not_finite(self, alarm: int) -> FloatingPointError:
         return FloatingPointError(
             f"the model of node {alarm % self.n} was not finite (NaN or Inf) when it was sent at step {alarm // self.n}; it was kept from "
             "spreading, and all ranks stop here: go back to the last checkpoint, with a lower learning rate or clipped gradients"
         )
-
-
-@contextmanager
-def _unrecorded() -> Iterator[None]:
-    """A gloo message that the profiler saw begin and that ends when profiling is over writes to memory that is no more (torch 2.13)."""
-    if not torch._C._autograd._profiler_enabled():
-        yield
-        return
-    torch._C._autograd._enable_record_function(False)
-    try:
-        yield
-    finally:
-        torch._C._autograd._enable_record_function(True)
 
 
 def _keep(under_way: _UnderWay, channels: dict[int, Channel]) -> None:

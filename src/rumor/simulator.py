@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rumor.algorithm import Algorithm, check_algorithm
 from rumor.averager import is_averaged, trained_and_frozen
 from rumor.engine import Leaves, Stacked
-from rumor.flat import as_real
+from rumor.flat import as_real, is_sharded
 from rumor.metrics import Metrics
 from rumor.run import Run
 
@@ -49,6 +49,8 @@ class Simulator:
     def __init__(self, model: nn.Module, algorithm: Algorithm, *, vmap: bool = True):
         check_algorithm(algorithm)
         trained_and_frozen(model)  # says so where nothing trains
+        if any(is_sharded(p) for p in model.parameters()):
+            raise ValueError("the model has DTensors (FSDP2 or tensor parallel), spread over processes: the Simulator needs it whole")
         self.n = n = algorithm.topology.n
         self._model, self._vmap = model, vmap
         self._leaves = {name: nn.Parameter(_stack(p, n), requires_grad=p.requires_grad) for name, p in model.named_parameters()}
