@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import rumor.arrivals
 import rumor.flat
 
 
@@ -22,6 +23,7 @@ def _serve(rank: int, n: int, rendezvous: str, timeout: float, pipe: Any) -> Non
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     rumor.flat.SMALLEST_BYTES = rumor.flat.SMALLEST_BYTES_ON_GPU = 160  # so that small models, too, are cut into several buckets
+    rumor.arrivals.SUM_BYTES = 400  # and summed in several messages, of one or two buckets
     limit = datetime.timedelta(seconds=timeout)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=n, timeout=limit)
     while (task := pipe.recv()) is not None:

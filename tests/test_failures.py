@@ -332,7 +332,7 @@ def memory(rank: int) -> list[int]:
 
 def test_memory_does_not_grow(brittle: Cluster) -> None:
     for held in brittle.run(memory):
-        assert held[-1] - held[1] < 8e6, held  # one leaked bucket a call would be 100 MB
+        assert held[-1] - held[1] < 20e6, held  # the heap takes a while to settle; one leaked bucket a call would be 100 MB
 
 
 # ---- a peer that is gone ----------------------------------------------------------------------------------------------------------

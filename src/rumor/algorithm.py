@@ -150,16 +150,17 @@ class GossipPGA(AtOnce):
         flight = Flight(relayed=kind == "global" and self.average_rounds is not None)
         # W = J goes by all-reduce too, but two nodes, for whom an exchange is as good and has less to set up
         all_reduce = (self.topology.is_complete and engine.n > 2) or (kind == "global" and not flight.relayed)
-        for b in range(len(x)):
-            flight.sent.append(x.read(b))
-            if all_reduce:
-                flight.pending.append(engine.mean(flight.sent[b], k, loss if b == 0 else None))
-            else:
+        if all_reduce:
+            flight.sent = [x.read(b) for b in range(len(x))]
+            flight.pending = engine.mean(flight.sent, k, loss)
+        else:
+            for b in range(len(x)):
+                flight.sent.append(x.read(b))
                 flight.pending.append(engine.gossip(flight.sent[b], self.topology, k))
         if kind == "global":
-            flight.buffers = [engine.mean(buffers.read(b), k, finite=False) for b in range(len(buffers))]
+            flight.buffers = engine.mean([buffers.read(b) for b in range(len(buffers))], k, finite=False)
         if kind == "global" and loss is not None:  # by gossip each node would have a loss, hence a period, of its own
-            flight.loss = flight.pending[0] if all_reduce else engine.mean(torch.zeros_like(loss), k, loss)
+            flight.loss = flight.pending[0] if all_reduce else engine.mean([torch.zeros_like(loss)], k, loss)[0]
         return flight
 
     def receive(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, lr: float | None) -> Iterator[int]:
@@ -227,7 +228,7 @@ def wait_for(flight: Flight | None) -> None:
 
 def average(x: Buckets, engine: Engine, k: int, finite: bool = True) -> None:
     """x <- J x, once training is done."""
-    pending = [engine.mean(x.read(b), k, doing="in finish()", finite=finite) for b in range(len(x))]
+    pending = engine.mean([x.read(b) for b in range(len(x))], k, doing="in finish()", finite=finite)
     for b, message in enumerate(pending):
         x.write(b, message.wait().x)
 

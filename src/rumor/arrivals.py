@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +15,9 @@ from rumor.engine import NO_SCALARS, Mixed, Pending, Pull, accumulator
 
 if TYPE_CHECKING:
     from rumor.process_group import ProcessGroup
+
+
+SUM_BYTES = 2**25  # an all-reduce has everyone wait for everyone, several times over: few and large ones cost least
 
 
 def scaled(x: Tensor, factor: float, out: Tensor) -> Tensor:
@@ -105,17 +108,26 @@ class Gossip(Pending):
         return self._pull
 
 
-@dataclass
-class Mean(Pending):
-    engine: ProcessGroup
-    channel: Channel
-    works: list[Work]
-    doing: str
-    scalars: int
+class Sum:
+    """The mean of all nodes for a few buckets, side by side in one message, and scalars in its head."""
 
-    def wait(self) -> Mixed:
-        engine, total = self.engine, self.channel.total()
-        engine._arrive(self.channel, self.works, self.doing)
+    def __init__(self, engine: ProcessGroup, channels: list[Channel], doing: str, scalars: Tensor | None):
+        self.engine, self.channels, self.doing = engine, channels, doing
+        self.works: list[Work] = []
+        sizes = [len(channel.own) for channel in channels]
+        self.message = channels[0].total(sum(sizes))
+        self.parts = torch.split(self.message.payload, sizes)
+        for channel, part in zip(channels, self.parts, strict=True):
+            scaled(channel.out.payload, 1 / engine.n, part)
+        self.message.write_shared_head(engine._alarm.is_known(), doing)
+        self._count = 0 if scalars is None else scalars.numel()
+        if scalars is not None:
+            self.message.scalars(self._count).copy_(scalars)
+
+    def arrive(self) -> Tensor:
+        """Lets it arrive, and gives the mean of the scalars."""
+        engine, total = self.engine, self.message
+        engine._arrive(self.channels[0], self.works, self.doing)
         head = total.head.tolist()
         if not total.all_did_the_same(head, engine.n):
             raise RuntimeError(
@@ -124,7 +136,33 @@ class Mean(Pending):
             )
         if head[1] > 0:
             engine._settle_alarm(self.doing)
-            total.payload.copy_(self.channel.out.payload)  # this node keeps its own model ...
+            for channel, part in zip(self.channels, self.parts, strict=True):
+                part.copy_(channel.out.payload)  # this node keeps its own model ...
             total.head[1:2].zero_()  # ... also if it asks again
-        mean = total.payload.to(self.channel.own.device, non_blocking=True)
-        return Mixed(mean, total.scalars(self.scalars).double() / engine.n if self.scalars else NO_SCALARS)
+        return total.scalars(self._count).double() / engine.n if self._count else NO_SCALARS
+
+
+@dataclass
+class Mean(Pending):
+    """One bucket's part of a sum."""
+
+    total: Sum
+    place: int
+
+    def wait(self) -> Mixed:
+        scalars = self.total.arrive()
+        return Mixed(self.total.parts[self.place].to(self.total.channels[self.place].own.device, non_blocking=True), scalars)
+
+
+def side_by_side(channels: Sequence[Channel]) -> Iterator[list[Channel]]:
+    """Buckets that are summed in one message: neighbours of one dtype, up to SUM_BYTES."""
+    some: list[Channel] = []
+    for channel in channels:
+        alike = [c.own for c in (*some[:1], channel)]
+        full = sum(c.own.nbytes for c in (*some, channel)) > SUM_BYTES
+        if some and (full or alike[0].dtype != alike[1].dtype or alike[0].device != alike[1].device):
+            yield some
+            some = []
+        some.append(channel)
+    if some:
+        yield some

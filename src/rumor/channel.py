@@ -79,12 +79,21 @@ class Channel:
             self._inbox.append(free[-1])
         return free[:count]
 
-    def total(self) -> Message:
-        """Room for a sum over all nodes, whose head is summed too and so has the payload's dtype."""
-        if self._total is None:
-            d, dtype, device, pinned = self._shape
-            self._total = Message(d, accumulator(dtype), device, pinned, head=accumulator(dtype))
+    def total(self, length: int) -> Message:
+        """Room for a sum over all nodes, of this bucket and those that go with it, whose head is summed too: it has the payload's dtype."""
+        if self._total is None or len(self._total.payload) != length:
+            _, dtype, device, pinned = self._shape
+            self._total = Message(length, accumulator(dtype), device, pinned, head=accumulator(dtype))
         return self._total
+
+    def come_to_host(self) -> None:
+        """Where the bucket is on a GPU and `out` is not: starts to copy it."""
+        if self.staging is not None:
+            self.staging.to_host(self.out.payload, size)
+
+    def wait_for_host(self) -> None:
+        if self.staging is not None:
+            self.staging.copied.synchronize()
 
     def write_head(self, alarm: Alarm, node: int, k: int, scalars: Tensor | None) -> None:
         """Makes `out` ready to go."""

@@ -74,8 +74,10 @@ class Engine(Protocol):
         """W_k x, of `x` and of `scalars` [*nodes, s]; without `own`, the neighbours' part alone: sum over j != i of W[i, j] x_j."""
         ...
 
-    def mean(self, x: Tensor, k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True) -> Pending:
-        """The average over all nodes, who must all be doing the same. `finite`: whether x, a model, must be."""
+    def mean(
+        self, xs: Sequence[Tensor], k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True
+    ) -> list[Pending]:
+        """The average over all nodes, who must all be doing the same; `scalars` are the first one's. `finite`: whether xs must be."""
         ...
 
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -173,10 +175,13 @@ class Stacked:
         weights = None if scalars is None else self._operator(topology, k % topology.period, own, self._trials(scalars), scalars)
         return _Product(self, operator, x, weights, scalars)
 
-    def mean(self, x: Tensor, k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True) -> Pending:
-        self._trials(x)
-        self.metrics.bytes_sent += 2 * (self.n - 1) * x.shape[-1] * x.element_size() // self.n
-        return _Mean(x, scalars)
+    def mean(
+        self, xs: Sequence[Tensor], k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True
+    ) -> list[Pending]:
+        for x in xs:
+            self._trials(x)
+            self.metrics.bytes_sent += 2 * (self.n - 1) * x.shape[-1] * x.element_size() // self.n
+        return [_Mean(x, None if place else scalars) for place, x in enumerate(xs)]
 
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return self._operator(topology, k % topology.period, False, 1, self.full(0.0).to(dtype)).kept

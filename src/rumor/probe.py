@@ -252,5 +252,5 @@ class _Clock:
         everyone = torch.zeros(self.engine.n, len(mine), dtype=torch.float64, device=self.engine.device)
         everyone[self.engine.rank] = self.engine.n * torch.tensor(mine, dtype=torch.float64)
         self._k += 1
-        means: list[list[float]] = self.engine.mean(everyone.view(-1), self._k).wait().x.view(everyone.shape).tolist()
+        means: list[list[float]] = self.engine.mean([everyone.view(-1)], self._k)[0].wait().x.view(everyone.shape).tolist()
         return means

@@ -11,7 +11,7 @@ import itertools
 import math
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from rumor.arrivals import Gossip, Links, Mean, gossiping, scaled, unrecorded
-from rumor.channel import Alarm, Channel, DeviceAlarm, Message, Work, size
+from rumor.arrivals import Gossip, Links, Mean, Sum, gossiping, side_by_side, unrecorded
+from rumor.channel import Alarm, Channel, DeviceAlarm, Message, Work
 from rumor.engine import Pending, accumulator, rounded
 from rumor.flat import as_real
 from rumor.metrics import Metrics
@@ -96,25 +96,24 @@ class ProcessGroup:
             staging = channel.staging
             receive() if staging is None else self._ask(channel, staging.courier.once(staging.landed, receive))
 
-    def mean(self, x: Tensor, k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True) -> Pending:
-        channel = self._channel(x)
-        if channel.staging is not None:
-            channel.staging.to_host(channel.out.payload, size)
-            channel.staging.copied.synchronize()
-        if finite:
-            channel.write_head(self._alarm, self.rank, k, None)
-        total = channel.total()
-        scaled(channel.out.payload, 1 / self.n, total.payload)
-        doing = f"{doing} at step {k}"
-        total.write_shared_head(self._alarm.is_known(), doing)
-        count = 0 if scalars is None else scalars.numel()
-        if scalars is not None:
-            total.scalars(count).copy_(scalars)
-        works: list[Work] = []
-        self._guard(lambda: works.extend(self._post_sum(total)), doing)
-        self._under_way[channel.tag] = (works, channel)
-        self.metrics.bytes_sent += 2 * (self.n - 1) * total.whole.nbytes // self.n
-        return Mean(self, channel, works, doing, count)
+    def mean(
+        self, xs: Sequence[Tensor], k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True
+    ) -> list[Pending]:
+        channels = [self._channel(x) for x in xs]
+        for channel in channels:
+            channel.come_to_host()
+        for channel in channels:
+            channel.wait_for_host()
+            if finite:
+                channel.write_head(self._alarm, self.rank, k, None)
+        pending: list[Pending] = []
+        for some in side_by_side(channels):
+            total = Sum(self, some, f"{doing} at step {k}", None if pending else scalars)
+            self._guard(lambda total=total: total.works.extend(self._post_sum(total.message)), total.doing)  # type: ignore[misc]
+            self._under_way[some[0].tag] = (total.works, some[0])
+            self.metrics.bytes_sent += 2 * (self.n - 1) * total.message.whole.nbytes // self.n
+            pending += [Mean(total, place) for place in range(len(some))]
+        return pending
 
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
         links = self._links_of(topology, k)
@@ -221,12 +220,9 @@ class ProcessGroup:
 
     def _once_on_host(self, channel: Channel, send: Callable[[], None]) -> None:
         """At once, or by the courier when it has come down from the GPU."""
+        channel.come_to_host()
         staging = channel.staging
-        if staging is None:
-            send()
-        else:
-            staging.to_host(channel.out.payload, size)
-            self._ask(channel, staging.courier.once(staging.copied, send))
+        send() if staging is None else self._ask(channel, staging.courier.once(staging.copied, send))
 
     def _ask(self, channel: Channel, errand: Future[None]) -> None:
         self._errands[channel.tag] = errand  # a courier is asked in turn, so the last errand of a channel ends last

@@ -75,10 +75,9 @@ class Run:
     def mean(self) -> tuple[list[Pending], list[Pending]]:
         """The mean of all nodes, of the model and of the buffers; what is under way and the algorithm's state stay as they are."""
         doing = "in averaged()"
-        shares = (self.algorithm.share(self.x, b, self.state) for b in range(len(self.x)))
-        model = [self.engine.mean(share, self.k, doing=doing) for share in shares]
-        buffers = (self.buffers.peek(b) for b in range(len(self.buffers)))
-        return model, [self.engine.mean(buffer, self.k, doing=doing, finite=False) for buffer in buffers]
+        shares = [self.algorithm.share(self.x, b, self.state) for b in range(len(self.x))]
+        model = self.engine.mean(shares, self.k, doing=doing)
+        return model, self.engine.mean(_shapes(self.buffers), self.k, doing=doing, finite=False)
 
     def show_mean(self) -> None:
         """The model becomes the mean of all nodes', buffers included."""
@@ -91,11 +90,11 @@ class Run:
         squares: Tensor | None = None  # [*nodes, 1]
         for b in range(len(self.x)):
             own = self.x.peek(b)
-            mean = self.engine.mean(own, self.k, doing="in consensus_distance()").wait().x
+            mean = self.engine.mean([own], self.k, doing="in consensus_distance()")[0].wait().x
             square = (own.to(mean) - mean).square_().sum(dim=-1, keepdim=True, dtype=torch.float64)
             squares = square if squares is None else squares + square.to(squares)
         assert squares is not None
-        distance = self.engine.mean(torch.zeros_like(squares), self.k, squares, doing="in consensus_distance()").wait().scalars
+        distance = self.engine.mean([torch.zeros_like(squares)], self.k, squares, doing="in consensus_distance()")[0].wait().scalars
         self.metrics.consensus_distance = float(distance)
         return self.metrics.consensus_distance
 
@@ -169,7 +168,7 @@ def _cut_like(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _shapes(x: Buckets) -> list[Tensor]:
-    """Tensors of the buckets' shapes, dtypes and devices."""
+    """The buckets as they are now: what has their shapes, dtypes and devices."""
     return [x.peek(b) for b in range(len(x))]
 
 
