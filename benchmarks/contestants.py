@@ -19,6 +19,8 @@ Build = Callable[[], nn.Module]  # the same model on every host
 class Contestant:
     """A model, its optimizer, and a training step. This one computes alone, and is what the others are built on."""
 
+    description = ""  # settings that its name doesn't tell
+
     def __init__(self, build: Build, lr: float = 0.05, momentum: float = 0.9):
         self.model = build()
         self.opt = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=momentum)
@@ -48,6 +50,15 @@ class Contestant:
 
     def close(self) -> None:
         """Ends what it has started."""
+
+
+@torch.no_grad()
+def consensus(contestant: Contestant) -> float:
+    """The largest distance of a host's model from the mean of all, relative to the mean's length. A collective."""
+    mean = nn.utils.parameters_to_vector(contestant.mean_model().parameters())
+    distance = (nn.utils.parameters_to_vector(contestant.model.parameters()) - mean).norm() / mean.norm()
+    dist.all_reduce(distance, op=dist.ReduceOp.MAX)
+    return distance.item()
 
 
 class InDDP(Contestant):

@@ -3,6 +3,7 @@
     sudo python benchmarks/network.py exchange       # one gossip step and one average of all, against bytes / rate
     sudo python benchmarks/network.py step           # a training step: DDP at its best, Gossip, Gossip-PGA, without and with overlap
     sudo python benchmarks/network.py growth         # the same for 2, 4, 8 and 16 hosts
+    sudo python benchmarks/network.py peers          # a training step of other libraries and of Rumor
 
 Each writes benchmarks/results/network-*.json. All contestants of a table run in the same job on the same bed and take turns.
 """
@@ -98,9 +99,23 @@ def growth(rate: str, repeats: int) -> dict[str, Any]:
     return {"machine": found["machine"], "parameters": PARAMETERS, "H": H, "rows": rows}
 
 
+def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
+    """A bed for each rate: a shaped one can't be made loopback."""
+    rows = []
+    for rate in rates:
+        with Bed(hosts, rate) as bed:
+            found = on_all_hosts(bed, 900, "peers", "--repeats", str(repeats))
+        ddp = min(row["median"] for name, row in found["seconds"].items() if name.startswith("DDP, bucket"))
+        for name, row in found["seconds"].items():
+            rows.append({"rate": rate, "bed": found["bed"], "what": name, **row, "times_as_fast_as_ddp": ddp / row["median"]})
+            beside = f"{ddp / row['median']:.2f} x DDP  consensus {row['consensus']:.1e}"
+            print(f"{rate:>8} {name:24} {1e3 * row['median']:5.0f} ms  {beside}", flush=True)
+    return {"machine": found["machine"], "hosts": hosts, "parameters": PARAMETERS, "H": H, "rows": rows}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("exchange", "step", "growth"))
+    parser.add_argument("what", choices=("exchange", "step", "growth", "peers"))
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--rates", nargs="+", help="as tc writes them, or loopback")
     parser.add_argument("--repeats", type=int, default=5)
@@ -110,6 +125,8 @@ def main() -> None:
         results = exchange(options.hosts, options.rates or list(RATES), options.repeats)
     elif options.what == "step":
         results = step(options.hosts, options.rates or ["500mbit", "1gbit", LOOPBACK][:2], options.repeats)
+    elif options.what == "peers":
+        results = peers(options.hosts, options.rates or ["500mbit", "1gbit", LOOPBACK], options.repeats)
     else:
         results = growth((options.rates or ["500mbit"])[0], options.repeats)
     save(options.out or HERE / "results" / f"network-{options.what}.json", results)

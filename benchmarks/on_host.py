@@ -18,7 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rumor
+from contestants import consensus, ours
 from measure import machine, save
+from peers import peers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -27,6 +29,7 @@ from model_to_plan import build
 Step = Callable[[], object]
 BUCKETS_MB = (1, 4, 25)  # DDP's bucket_cap_mb: it is always given the one that suits it best
 H = 6
+PEERS_ARE_BESIDE = ("Local SGD", "Gossip SGD", "Gossip SGD, delay=1", "OSGP", "SlowMo", "Gossip-PGA", "Gossip-PGA, delay=1")
 
 
 def timed(contestants: dict[str, Step], calls: int, repeats: int, warm_up: int = 1) -> dict[str, dict[str, float]]:
@@ -82,26 +85,49 @@ def with_averager(algorithm: rumor.GossipPGA) -> Step:
 def step(repeats: int) -> dict[str, Any]:
     """A whole training step of examples/model_to_plan.py."""
     n = dist.get_world_size()
-    peers = rumor.one_peer_exponential(n)
+    graph = rumor.one_peer_exponential(n)
     contestants: dict[str, Step] = {"computing alone": build()[1]}
     for size in BUCKETS_MB:
         contestants[f"DDP, bucket_cap_mb={size}"] = with_ddp(bucket_cap_mb=size)
     for delay in (0, 1):
-        contestants[f"Gossip, delay={delay}"] = with_averager(rumor.gossip_sgd(peers, delay=delay))
+        contestants[f"Gossip, delay={delay}"] = with_averager(rumor.gossip_sgd(graph, delay=delay))
     for delay in (0, 1):
-        contestants[f"Gossip-PGA, delay={delay}"] = with_averager(rumor.gossip_pga(peers, H, delay=delay))
+        contestants[f"Gossip-PGA, delay={delay}"] = with_averager(rumor.gossip_pga(graph, H, delay=delay))
     return timed(contestants, 2 * H, repeats)
+
+
+def beside_peers(repeats: int) -> dict[str, Any]:
+    """The same step of other libraries and of ours: one model, one optimizer, the same data; a turn ends with everyone's global round."""
+    n = dist.get_world_size()
+    of_rumor = {name: make for name, make in ours(n, H, H, BUCKETS_MB).items() if name.startswith(("computing", "DDP", *PEERS_ARE_BESIDE))}
+    torch.manual_seed(1 + dist.get_rank())
+    x, y = torch.randn(256, 784), torch.randint(10, (256,))
+    contestants = {name: make(_same_model) for name, make in {**of_rumor, **peers(n, H)}.items()}
+    steps: dict[str, Step] = {name: lambda contestant=contestant: contestant.step(x, y) for name, contestant in contestants.items()}  # type: ignore[misc]
+    found: dict[str, dict[str, Any]] = {name: dict(spread) for name, spread in timed(steps, 2 * H, repeats).items()}
+    for name, contestant in contestants.items():
+        found[name] |= {"consensus": consensus(contestant), "description": contestant.description}
+        contestant.close()
+    return found
+
+
+def _same_model() -> nn.Module:
+    torch.manual_seed(0)
+    return build()[0]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("exchange", "step"))
+    parser.add_argument("what", choices=("exchange", "step", "peers"))
     parser.add_argument("--sizes", type=int, nargs="+", default=[8_000_000, 100_000_000])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
-    found = exchange(options.sizes, options.repeats) if options.what == "exchange" else step(options.repeats)
+    if options.what == "exchange":
+        found = exchange(options.sizes, options.repeats)
+    else:
+        found = {"step": step, "peers": beside_peers}[options.what](options.repeats)
     if dist.get_rank() == 0:
         save(options.out, {"machine": machine(), "bed": os.environ.get("RUMOR_BED", ""), "n": dist.get_world_size(), "seconds": found})
     dist.barrier()
