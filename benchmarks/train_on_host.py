@@ -15,17 +15,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peers import peers
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fashion
 from contestants import Contestant, ours
 from measure import machine, save
+from peers import peers
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 BUCKETS_MB = (0.25, 1, 4)  # DDP's bucket_cap_mb, for a model of 2 MB: it is always given the one that suits it best
-TIMED = ("computing alone", "Parallel SGD", "Local SGD", "Gossip SGD", "Gossip SGD, delay=1", "Gossip-PGA", "Gossip-PGA, delay=1")
+TIMED = (
+    "computing alone",
+    *(f"DDP, bucket_cap_mb={size:g}" for size in BUCKETS_MB),
+    *("Local SGD", "Gossip SGD", "Gossip SGD, delay=1", "Gossip-PGA", "Gossip-PGA, delay=1", "DDP, bf16 hook"),
+)
 
 
 def contestants(n: int, steps: int, buckets: tuple[float, ...]) -> dict[str, Callable[..., Contestant]]:
@@ -99,9 +103,8 @@ def time_all(job: dict[str, Any]) -> None:
     n, rank = dist.get_world_size(), dist.get_rank()
     batches = fashion.batches(fashion.shard(Path(job["data"]), rank, n, 0), fashion.BATCH // n, rank)
     made = contestants(n, fashion.STEPS, BUCKETS_MB)
-    names = [name for name in made if name in TIMED or name.startswith("DDP")] if job["all"] else ["computing alone"]
     steps: dict[str, Callable[[], object]] = {}
-    for name in names:
+    for name in job["methods"]:
         contestant = made[name](lambda: fashion.network(0), lr=0.01)
         steps[name] = lambda contestant=contestant: contestant.step(*next(batches))  # type: ignore[misc]
     gradient = torch.randn(fashion.bytes_of_model() // 4)
