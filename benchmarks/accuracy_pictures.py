@@ -58,7 +58,7 @@ def _over_seconds(runs: list[dict[str, Any]], plt: Any) -> Any:
     for (hosts, ratio, rate), axis in zip(panels, axes.flat, strict=False):
         goal = reached.target(runs, hosts)
         for method in LOOKS:
-            _curve(axis, method, reached.pick(runs, hosts=hosts, ratio=ratio, method=method))
+            _curve(axis, method, reached.pick(runs, hosts=hosts, ratio=ratio, method=method), 100 * goal)
         axis.axhline(100 * goal, color="grey", linewidth=0.8)
         axis.annotate(
             f"target {100 * goal:.2f} %", (1, 100 * goal), (-4, 3), ("axes fraction", "data"), "offset points", ha="right", fontsize=8
@@ -78,7 +78,7 @@ def _over_seconds(runs: list[dict[str, Any]], plt: Any) -> Any:
     return figure
 
 
-def _curve(axis: Any, method: str, runs: list[Any]) -> None:
+def _curve(axis: Any, method: str, runs: list[Any], goal: float) -> None:
     if not runs:
         return
     colour, dashes, label = LOOKS[method]
@@ -87,7 +87,8 @@ def _curve(axis: Any, method: str, runs: list[Any]) -> None:
     mean, deviation = accuracy.mean(0), accuracy.std(0, ddof=1) if len(runs) > 1 else 0 * accuracy[0]
     axis.plot(seconds, mean, color=colour, linestyle=dashes, linewidth=1.5, label=label)
     axis.fill_between(seconds, mean - deviation, mean + deviation, color=colour, alpha=0.12, linewidth=0)
-    axis.plot(seconds[-1:], mean[-1:], "|", color=colour, markersize=7)
+    there = np.flatnonzero(mean >= goal)[:1]
+    axis.plot(seconds[there], mean[there], "o", color=colour, markersize=6)
 
 
 def _over_bandwidth(results: dict[str, Any], plt: Any) -> Any:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import accuracy_tables  # noqa: E402
 from logistic import tables  # noqa: E402
 
 NAMES = {"one_peer_exponential": "gossip, one peer", "ring": "gossip, ring", "exponential": "gossip, exponential", "mean": "average of all"}
@@ -58,11 +60,19 @@ def _rates(results: dict[str, Any]) -> list[str]:
 
 def filled_in(text: str) -> str:
     def make(name: str) -> str:
-        results = json.loads((ROOT / "benchmarks" / "results" / f"network-{name}.json").read_text())
+        if name.startswith("accuracy-"):
+            return accuracy_tables.make(name.removeprefix("accuracy-"), json.loads((RESULTS / "accuracy.json").read_text()))
+        results = json.loads((RESULTS / f"network-{name}.json").read_text())
         head, *rows = {"exchange": exchange, "step": step, "growth": growth}[name](results)
         return tables.as_text([dict(zip(head, row, strict=True)) for row in rows])
 
-    return tables.filled_in(text, make)
+    def make_if_measured(name: str) -> str:
+        try:
+            return make(name)
+        except FileNotFoundError as error:
+            return f"*Not measured yet: there is no {Path(error.filename).relative_to(ROOT)}.*"
+
+    return tables.filled_in(text, make_if_measured)
 
 
 if __name__ == "__main__":
