@@ -62,9 +62,12 @@ def to_target(results: Results, hosts: int) -> str:
         }
         for ratio in ratios:
             title = f"ratio {ratio:g}" if ratio else "loopback"
-            cells[f"{title}: whole run, s"] = f"{own[ratio]['seconds']:.1f}" if ratio in own else "-"
-            cells[f"{title}: s to target"] = _seconds(own[ratio]) if ratio in own else "-"
-            cells[f"{title}: times as fast"] = _times(own[ratio]["times as fast, to target"]) if ratio in own else "-"
+            row = own.get(ratio)
+            cells[f"{title}: whole run, s (times as fast)"] = (
+                f"{row['seconds']:.1f} ({row['times as fast, whole run']:.2f})" if row else "-"
+            )
+            cells[f"{title}: to target, s"] = _seconds(row) if row else "-"
+            cells[f"{title}: times as fast to target"] = _times(row["times as fast, to target"]) if row else "-"
         rows.append(cells)
     return tables.as_text(rows)
 
@@ -95,7 +98,7 @@ def bandwidth(results: Results) -> str:
     rows: list[tables.Row] = []
     for method in dict.fromkeys(point["method"] for point in points):
         own = {point["rate"]: point["seconds"] for point in reached.pick(points, method=method)}
-        cells = {_rate(rate): f"{_number(own[rate], '.1f')} ({_times(parallel[rate] / own[rate])})" for rate in rates}
+        cells = {_rate(rate): f"{own[rate]:.1f} ({_times(parallel[rate] / own[rate])})" if own[rate] < math.inf else "" for rate in rates}
         rows.append({"s to target (times as fast)": NAMES.get(method, method), **cells})
     return tables.as_text(rows)
 
@@ -108,10 +111,8 @@ def target_line(results: Results) -> str:
     runs = results["runs"]
     lines = []
     for hosts in dict.fromkeys(run["hosts"] for run in runs):
-        finals = {run["seed"]: run["accuracy"][-1] for run in reached.pick(runs, hosts=hosts, method=reached.PARALLEL)}
-        mean = statistics.mean(finals.values())
-        goal = reached.target(runs, hosts)
-        lines.append(f"{hosts} hosts: {100 * goal:.2f} % (Parallel SGD ends at {100 * mean:.2f} %, {len(finals)} seeds)")
+        finals, goal = reached.finals_of(runs, hosts), reached.target(runs, hosts)
+        lines.append(f"{hosts} hosts: {100 * goal:.2f} % (Parallel SGD ends at {100 * statistics.mean(finals):.2f} %, {len(finals)} seeds)")
     return "Target, " + "; ".join(lines) + "."
 
 

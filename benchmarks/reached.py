@@ -20,14 +20,20 @@ def target_of(finals: Sequence[float]) -> float:
     return statistics.mean(finals) - 2 * statistics.stdev(finals) / math.sqrt(len(finals))
 
 
-def target(runs: Sequence[Row], hosts: int) -> float:
-    """Of one number of hosts. A seed is one sample, at however many rates it was run: its trajectory is the same at all of them."""
-    finals: dict[int, list[float]] = {}
+def finals_of(runs: Sequence[Row], hosts: int) -> list[float]:
+    """Parallel SGD's. A seed is one sample, at however many rates it was run: its trajectory is the same at all of them."""
+    by_seed: dict[int, list[float]] = {}
     for run in pick(runs, hosts=hosts, method=PARALLEL):
-        finals.setdefault(run["seed"], []).append(run["accuracy"][-1])
+        by_seed.setdefault(run["seed"], []).append(run["accuracy"][-1])
+    return [statistics.mean(values) for values in by_seed.values()]
+
+
+def target(runs: Sequence[Row], hosts: int) -> float:
+    """Of one number of hosts."""
+    finals = finals_of(runs, hosts)
     if len(finals) < 2:
         raise ValueError(f"the target needs {PARALLEL} with two seeds at least on {hosts} hosts, and there are {len(finals)}")
-    return target_of([statistics.mean(values) for values in finals.values()])
+    return target_of(finals)
 
 
 def first(run: Row, what: str, target: float) -> float:
