@@ -54,7 +54,8 @@ class Study:
         self.ratios: tuple[float | None, ...] = (None,) if options.loopback else RATIOS
         self.chosen = options.methods
         self.known = [name for name in contestants(max(self.hosts), self.steps, (1,)) if name != "computing alone"]
-        version = zlib.crc32(repr((self.steps, fashion.WIDTHS, fashion.BATCH, fashion.LR, fashion.WARM_UP, fashion.H)).encode())
+        settings = (fashion.WIDTHS, fashion.BATCH, fashion.LR, fashion.WARM_UP, fashion.H, fashion.AGA_WARM_UP, fashion.marks(self.steps))
+        version = zlib.crc32(repr(settings).encode())
         self.folder = options.runs / f"{version:08x}"
 
     def methods(self, hosts: int) -> list[str]:

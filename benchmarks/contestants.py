@@ -19,7 +19,7 @@ Build = Callable[[], nn.Module]  # the same model on every host
 class Contestant:
     """A model, its optimizer, and a training step. This one computes alone, and is what the others are built on."""
 
-    description = ""  # settings that its name doesn't tell
+    description = "no communication"
 
     def __init__(self, build: Build, lr: float = 0.05, momentum: float = 0.9):
         self.model = build()
@@ -48,6 +48,9 @@ class Contestant:
             tensor /= dist.get_world_size()
         return mean
 
+    def finish(self) -> None:
+        """What a user calls when training ends."""
+
     def close(self) -> None:
         """Ends what it has started."""
 
@@ -62,6 +65,8 @@ def consensus(contestant: Contestant) -> float:
 
 
 class InDDP(Contestant):
+    description = "gradients averaged in float32"
+
     def __init__(self, build: Build, bucket_cap_mb: float = 4, **options: float):
         super().__init__(build, **options)
         self.ddp = DistributedDataParallel(self.model, bucket_cap_mb=bucket_cap_mb)
@@ -75,11 +80,15 @@ class WithRumor(Contestant):
     def __init__(self, build: Build, algorithm: Algorithm, **options: float):
         super().__init__(build, **options)
         self.averager = rumor.Averager(self.model, algorithm)
+        self.description = f"on {algorithm.topology.name}"
 
     def step(self, x: Tensor, y: Tensor) -> None:
         loss = self.backward(self.model, x, y)
         self.opt.step()
         self.averager.step(loss, lr=self.opt.param_groups[0]["lr"])
+
+    def finish(self) -> None:
+        self.averager.finish()
 
 
 def methods(n: int, H: int, warmup: int) -> dict[str, Algorithm]:

@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from model_to_plan import build
 Step = Callable[[], object]
 BUCKETS_MB = (1, 4, 25)  # DDP's bucket_cap_mb: it is always given the one that suits it best
 H = 6
-PEERS_ARE_BESIDE = ("Local SGD", "Gossip SGD", "Gossip SGD, delay=1", "OSGP", "SlowMo", "Gossip-PGA", "Gossip-PGA, delay=1")
+BESIDE_PEERS = ("computing alone", "DDP", "Local SGD", "Gossip SGD", "OSGP", "SlowMo", "Gossip-PGA")  # without AGA, whose period is not H
 
 
 def timed(contestants: dict[str, Step], calls: int, repeats: int, warm_up: int = 1) -> dict[str, dict[str, float]]:
@@ -97,16 +98,18 @@ def step(repeats: int) -> dict[str, Any]:
 
 
 def beside_peers(repeats: int) -> dict[str, Any]:
-    """The same step of other libraries and of ours: one model, one optimizer, the same data; a turn ends with everyone's global round."""
+    """The same step of other libraries and of ours: one model, one optimizer, the same data. A turn ends with everyone's global round."""
     n = dist.get_world_size()
-    of_rumor = {name: make for name, make in ours(n, H, H, BUCKETS_MB).items() if name.startswith(("computing", "DDP", *PEERS_ARE_BESIDE))}
+    makers = {name: make for name, make in ours(n, H, H, BUCKETS_MB).items() if name.startswith(BESIDE_PEERS)}
+    contestants = {name: make(_same_model) for name, make in {**makers, **peers(n, H)}.items()}
     torch.manual_seed(1 + dist.get_rank())
     x, y = torch.randn(256, 784), torch.randint(10, (256,))
-    contestants = {name: make(_same_model) for name, make in {**of_rumor, **peers(n, H)}.items()}
-    steps: dict[str, Step] = {name: lambda contestant=contestant: contestant.step(x, y) for name, contestant in contestants.items()}  # type: ignore[misc]
-    found: dict[str, dict[str, Any]] = {name: dict(spread) for name, spread in timed(steps, 2 * H, repeats).items()}
+    times = timed({name: partial(contestant.step, x, y) for name, contestant in contestants.items()}, 2 * H, repeats)
+    found = {}
     for name, contestant in contestants.items():
-        found[name] |= {"consensus": consensus(contestant), "description": contestant.description}
+        found[name] = {"description": contestant.description, **times[name], "consensus": consensus(contestant)}
+        contestant.finish()
+        found[name]["consensus_finished"] = consensus(contestant)
         contestant.close()
     return found
 

@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from benchmarks/results, so that no figure there is typed in:
+"""Writes the tables of docs/performance.md from benchmarks/results, so that no figure there is typed in, and draws its pictures:
 
 python benchmarks/page.py            # rewrite what stands between <!-- table X --> and <!-- end -->
 """
@@ -15,6 +15,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "experiments"))
 
 import accuracy_tables  # noqa: E402
+import pictures  # noqa: E402
 from logistic import tables  # noqa: E402
 
 NAMES = {"one_peer_exponential": "gossip, one peer", "ring": "gossip, ring", "exponential": "gossip, exponential", "mean": "average of all"}
@@ -37,7 +38,7 @@ def step(results: dict[str, Any]) -> list[list[str]]:
     ]
     for what in dict.fromkeys(row["what"] for row in results["rows"]):
         found = [row for row in results["rows"] if row["what"] == what]
-        times = [f"{1e3 * row['median']:.0f} ({1e3 * row['fastest']:.0f} to {1e3 * row['slowest']:.0f})" for row in found]
+        times = [_range(row) for row in found]
         limits = [f"{1e3 * row['limit']:.0f} ms: **{row['ratio']:.2f}**" for row in found]
         rows.append([what, *times, *limits, *(f"{row['times_as_fast_as_ddp']:.2f}" for row in found)])
     return rows
@@ -54,16 +55,35 @@ def growth(results: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def peers(results: dict[str, Any]) -> list[list[str]]:
+    rows = [["", *_rates(results), "from the mean", "settings, and what was replaced"]]
+    for what in dict.fromkeys(row["what"] for row in results["rows"]):
+        found = [row for row in results["rows"] if row["what"] == what]
+        cells = [f"{_range(row)}: **{row['times_as_fast_as_ddp']:.2f}**" for row in found]
+        apart, finished = (max(row[when] for row in found) for when in ("consensus", "consensus_finished"))
+        distance = f"{apart:.0e}" + (f", {finished:.0e} after `finish()`" if finished != apart else "")
+        rows.append([what, *cells, distance.replace("0e+00", "0"), found[0]["description"]])
+    return rows
+
+
+def _range(row: dict[str, Any]) -> str:
+    return f"{1e3 * row['median']:.0f} ({1e3 * row['fastest']:.0f} to {1e3 * row['slowest']:.0f})"
+
+
 def _rates(results: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(row["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for row in results["rows"]))
+
+
+def results_of(name: str) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((RESULTS / f"network-{name}.json").read_text())
+    return results
 
 
 def filled_in(text: str) -> str:
     def make(name: str) -> str:
         if name.startswith("accuracy-"):
             return accuracy_tables.make(name.removeprefix("accuracy-"), json.loads((RESULTS / "accuracy.json").read_text()))
-        results = json.loads((RESULTS / f"network-{name}.json").read_text())
-        head, *rows = {"exchange": exchange, "step": step, "growth": growth}[name](results)
+        head, *rows = {"exchange": exchange, "step": step, "growth": growth, "peers": peers}[name](results_of(name))
         return tables.as_text([dict(zip(head, row, strict=True)) for row in rows])
 
     def make_if_measured(name: str) -> str:
@@ -78,3 +98,4 @@ def filled_in(text: str) -> str:
 if __name__ == "__main__":
     page = ROOT / "docs" / "performance.md"
     tables.write(page, filled_in(page.read_text()))
+    pictures.draw_peers(results_of("peers"), ROOT / "docs" / "performance" / "peers.png")

@@ -23,7 +23,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 
 from contestants import Build, Contestant, InDDP
 
@@ -34,7 +33,7 @@ SLOW_MOMENTUM = 0.5  # fairscale's default, and Rumor's
 class WithBf16(InDDP):
     def __init__(self, build: Build, bucket_cap_mb: float = 4, **options: float):
         super().__init__(build, bucket_cap_mb, **options)
-        self.description = f"torch: gradients sent as bfloat16, bucket_cap_mb={bucket_cap_mb:g}; DDP's check that this is NCCL passed by"
+        self.description = f"torch: gradients sent as bfloat16, bucket_cap_mb={bucket_cap_mb:g}; DDP's check for NCCL is bypassed"
         # DDP knows the hook by its name and refuses it without NCCL, but gloo can do it
         self.ddp.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
 
@@ -51,14 +50,18 @@ class WithPowerSGD(InDDP):
 
 
 class PostLocalSGD(InDDP):
-    """DDP that averages no gradients, and an optimizer that averages models: one process a host, so there is no subgroup to average in."""
+    """DDP that averages no gradients, since one process is all that a host has, and torch's averager of models."""
 
     def __init__(self, build: Build, H: int, **options: float):
         super().__init__(build, **options)
-        self.description = f"torch: models averaged after steps {H}, {2 * H}, ..., local from the first step on"
+        self.description = f"torch: PeriodicModelAverager, after steps {H}, {2 * H}, ...; local from the first step on"
         self.ddp.register_comm_hook(PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False), post_localSGD_hook)
         # it would average after steps 1, H + 1, ...: a warm-up of H - 1 steps moves that to H, 2H, ...
-        self.opt = PostLocalSGDOptimizer(self.opt, PeriodicModelAverager(H, warmup_steps=H - 1))
+        self.averager = PeriodicModelAverager(H, warmup_steps=H - 1)
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        super().step(x, y)
+        self.averager.average_parameters(self.model.parameters())  # those that have a gradient, so before zero_grad()
 
 
 class WithTorchFT(Contestant):
@@ -130,19 +133,19 @@ def _own_address() -> str:
 
 
 class WithFairscale(Contestant):
-    """Stochastic gradient push, with SlowMo at every H-th step if it has a slow momentum. Its gossip thread sleeps between its turns."""
+    """Stochastic gradient push, with SlowMo at every H-th step if it has a slow momentum. Its gossip thread sleeps between turns."""
 
     def __init__(self, build: Build, H: int, slow_momentum: float = 0.0, base: str = "sgp", **options: Any):
-        momenta = {name: options.pop(name) for name in ("lr", "momentum") if name in options}
-        super().__init__(build, **momenta)
+        of_optimizer = {name: options.pop(name) for name in ("lr", "momentum") if name in options}
+        super().__init__(build, **of_optimizer)
         replace_cuda_calls_of_fairscale()
         warnings.filterwarnings("ignore", "Using a non-full backward hook")  # it does
-        net = importlib.import_module("fairscale.experimental.nn.data_parallel")
-        self.description = f"one process a node; {REPLACED}"
+        net = imported("fairscale.experimental.nn.data_parallel")
+        self.description = f"nprocs_per_node=1; {REPLACED}"
         if slow_momentum:
             self.description = (
                 f"slowmo_momentum={slow_momentum}, slowmo_frequency={H}, all averaged there; "
-                f"{self.description}; slow buffers made before the first step, not after it"
+                f"{self.description}; slow buffers made before the first step instead of after it"
             )
         self.ddp = net.SlowMoDistributedDataParallel(
             self.model,
@@ -156,7 +159,7 @@ class WithFairscale(Contestant):
         self.start_slowmo()
 
     def start_slowmo(self) -> None:
-        """Left alone, it takes the models after the first step for the common start, and hosts then never quite agree again."""
+        """Left alone, it takes the models after the first step, which differ, for the common start: hosts then disagree at slow rounds."""
         self.ddp._init_global_momentum_buffers(self.opt)
 
     def step(self, x: Tensor, y: Tensor) -> None:
@@ -165,7 +168,7 @@ class WithFairscale(Contestant):
         self.ddp.perform_slowmo(self.opt)
 
 
-REPLACED = "on a CPU torch.cuda.synchronize, current_stream and stream, Tensor.cuda and Tensor.pin_memory are replaced by no-ops"
+REPLACED = "replaced by no-ops: torch.cuda.synchronize, current_stream, stream, Tensor.cuda, pin_memory"
 
 
 def replace_cuda_calls_of_fairscale() -> None:
@@ -203,11 +206,15 @@ def peers(n: int, H: int, powersgd_rank: int = 2, powersgd_start: int = 10) -> d
 
 def _can_import(module: str, what: str) -> bool:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # fairscale's, of what torch calls deprecated
-            importlib.import_module(module)
+        imported(module)
     except ImportError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"left out: {what} ({error}); pip install 'rumor[peers]' brings it", file=sys.stderr)
         return False
     return True
+
+
+def imported(module: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what torch has deprecated since
+        return importlib.import_module(module)
