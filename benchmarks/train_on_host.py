@@ -9,7 +9,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import fashion
 from contestants import Contestant, ours
 from measure import machine, save
-from peers import peers
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-BUCKETS_MB = (0.25, 1, 4)  # DDP's bucket_cap_mb, for a model of 2 MB: it is always given the one that suits it best
+BUCKETS_MB = (0.25, 1, 4)  # DDP's bucket_cap_mb, for a model of 1.5 MB: it is always given the one that suits it best
 TIMED = (
     "computing alone",
     *(f"DDP, bucket_cap_mb={size:g}" for size in BUCKETS_MB),
@@ -32,12 +31,15 @@ TIMED = (
 )
 
 
-def contestants(n: int, steps: int, buckets: tuple[float, ...]) -> dict[str, Callable[..., Contestant]]:
-    """All there are; with one bucket size, "DDP" has that one."""
-    found = ours(n, fashion.H, round(fashion.AGA_WARM_UP * steps), buckets)
-    if len(buckets) == 1:
-        found = {"DDP": found.pop(f"DDP, bucket_cap_mb={buckets[0]:g}")} | found
-    return found | peers(n, fashion.H)
+def contestants(n: int, steps: int, bucket: float = 1, wanted: Sequence[str] | None = None) -> dict[str, Callable[..., Contestant]]:
+    """Those that are wanted, or all; "DDP" has the bucket size given."""
+    found = ours(n, fashion.H, round(fashion.AGA_WARM_UP * steps), {bucket, *BUCKETS_MB})
+    found["DDP"] = found[f"DDP, bucket_cap_mb={bucket:g}"]
+    if wanted is None or not set(wanted) <= set(found):
+        from peers import peers  # many imports, slow where many hosts do it
+
+        found |= peers(n, fashion.H)
+    return found if wanted is None else {name: found[name] for name in wanted}
 
 
 def train(contestant: Contestant, batches: Batches, steps: int) -> tuple[list[Tensor], Tensor]:
@@ -90,22 +92,22 @@ def train_all(job: dict[str, Any]) -> None:
     data, test = fashion.shard(folder, rank, n, seed), fashion.load(folder, "t10k")
     job["test images"] = len(test[1])
     test = (test[0][rank::n].clone(), test[1][rank::n].clone())
-    made = contestants(n, job["steps"], (job["bucket"],))
+    made = contestants(n, job["steps"], job["bucket"], list(job["files"]))
     warm = Contestant(lambda: fashion.network(seed))
     for x, y in (batch for batch, _ in zip(fashion.batches(data, fashion.BATCH // n, 0), range(20), strict=False)):
         warm.step(x, y)  # torch's own first calls are slow, and would count against whoever comes first
-    for name in job["files"]:
-        run(name, made[name], data, test, job)
+    for name, make in made.items():
+        run(name, make, data, test, job)
 
 
 def time_all(job: dict[str, Any]) -> None:
     """Seconds of a step. All take turns of `calls` steps; a turn is long, since with delay=1 one message in a turn travels unseen."""
     n, rank = dist.get_world_size(), dist.get_rank()
     batches = fashion.batches(fashion.shard(Path(job["data"]), rank, n, 0), fashion.BATCH // n, rank)
-    made = contestants(n, fashion.STEPS, BUCKETS_MB)
+    made = contestants(n, fashion.STEPS, wanted=job["methods"])
     steps: dict[str, Callable[[], object]] = {}
-    for name in job["methods"]:
-        contestant = made[name](lambda: fashion.network(0), lr=0.01)
+    for name, make in made.items():
+        contestant = make(lambda: fashion.network(0), lr=0.01)
         steps[name] = lambda contestant=contestant: contestant.step(*next(batches))  # type: ignore[misc]
     gradient = torch.randn(fashion.bytes_of_model() // 4)
     steps["all-reduce alone"] = lambda: dist.all_reduce(gradient)
