@@ -114,8 +114,8 @@ def find_rates(bed: Bed, study: Study, bar: tqdm) -> None:
     """The link rate for each ratio, and all steps there. An all-reduce takes a time of about 1 / rate, so that a few corrections suffice;
     computing is what varies from job to job, hence the median of all."""
     computing: list[float] = []
-    mbit = 600.0
     for ratio in (ratio for ratio in RATIOS if not study.at_ratio(bed.hosts, ratio).exists()):
+        mbit = 1_200 / ratio  # a guess
         for _ in range(3):
             bed.set_rate(f"{mbit:.0f}mbit")
             seconds = time_steps(bed, study.data, ["computing alone"], 6)["seconds"]
