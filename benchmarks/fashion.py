@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-WIDTHS = (784, 384, 192, 10)
+WIDTHS = (784, 320, 160, 10)
 BATCH = 1024  # of all hosts together, so that a step is the same amount of work on 4 hosts and on 8
 EPOCHS, IMAGES = 6, 60_000
 STEPS = EPOCHS * IMAGES // BATCH
