@@ -81,6 +81,7 @@ class Bed:
             for process in processes:
                 if process.poll() is None:
                     process.kill()
+            for process in processes:
                 process.wait()
 
     def _host(self, i: int) -> str:

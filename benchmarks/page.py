@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import accuracy_tables  # noqa: E402
 import pictures  # noqa: E402
 from logistic import tables  # noqa: E402
 
@@ -73,16 +75,24 @@ def _rates(results: dict[str, Any]) -> list[str]:
 
 
 def results_of(name: str) -> dict[str, Any]:
-    results: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / f"network-{name}.json").read_text())
+    results: dict[str, Any] = json.loads((RESULTS / f"network-{name}.json").read_text())
     return results
 
 
 def filled_in(text: str) -> str:
     def make(name: str) -> str:
+        if name.startswith("accuracy-"):
+            return accuracy_tables.make(name.removeprefix("accuracy-"), json.loads((RESULTS / "accuracy.json").read_text()))
         head, *rows = {"exchange": exchange, "step": step, "growth": growth, "peers": peers}[name](results_of(name))
         return tables.as_text([dict(zip(head, row, strict=True)) for row in rows])
 
-    return tables.filled_in(text, make)
+    def make_if_measured(name: str) -> str:
+        try:
+            return make(name)
+        except FileNotFoundError as error:
+            return f"*Not measured yet: there is no {Path(error.filename).relative_to(ROOT)}.*"
+
+    return tables.filled_in(text, make_if_measured)
 
 
 if __name__ == "__main__":

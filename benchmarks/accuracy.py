@@ -1,0 +1,274 @@
+"""Time to accuracy: Fashion-MNIST on hosts whose links are really slow (bed.py), Rumor's methods beside DDP and other libraries.
+
+    sudo python benchmarks/accuracy.py --data FOLDER                # all of it, about an hour on two cores; stop it when you like
+    python benchmarks/accuracy.py --data FOLDER --loopback          # over loopback, unshaped: no root needed
+    python benchmarks/accuracy.py --data FOLDER --quick             # a tiny run of everything
+
+It first finds the link rates at which an all-reduce takes 1.9 and 3.3 times as long as computing (the paper's Table 17), times a step
+there, then trains every method with every seed, and last times a step at the rates of the bandwidth curve. What is finished is kept in
+--runs and not measured again. Writes benchmarks/results/accuracy.json and the pictures; page.py makes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+import fashion
+from bed import LOOPBACK, Bed
+from measure import machine, save
+from reached import best_ddp
+from rumor.files import replacing
+from train_on_host import TIMED, contestants
+
+HERE = Path(__file__).parent
+RATIOS = (1.9, 3.3)  # all-reduce over computing: ResNet-50 and BERT in the paper's Table 17
+MAIN = ("DDP", "Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-PGA, delay=1", "Gossip-AGA, delay=1")
+CURVE = ("100mbit", "200mbit", "500mbit", "1gbit", "2gbit", LOOPBACK)
+CURVE_HOSTS = ALL_METHODS_HOSTS = 4
+QUICK = ("DDP", "Gossip-PGA", "Gossip-PGA, delay=1")
+QUICK_STEPS = 24
+CLOSE_ENOUGH = 0.05  # of the ratio that was wanted
+
+
+class Study:
+    """What is to be measured, and where each piece is kept; pieces of other settings are not read."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.data, self.seeds, self.hosts, self.quick = fashion.find(options.data), options.seeds, options.hosts, options.quick
+        self.steps = QUICK_STEPS if options.quick else fashion.STEPS
+        self.ratios: tuple[float | None, ...] = (None,) if options.loopback else RATIOS
+        self.chosen = options.methods
+        every = contestants(max(self.hosts), self.steps)
+        self.known = ("DDP", *(name for name in every if not name.startswith(("computing", "DDP, bucket")) and name != "DDP"))
+        settings = (fashion.WIDTHS, fashion.BATCH, fashion.LR, fashion.WARM_UP, fashion.H, fashion.AGA_WARM_UP, fashion.marks(self.steps))
+        version = zlib.crc32(repr(settings).encode())
+        self.folder = options.runs / f"{version:08x}"
+
+    def methods(self, hosts: int) -> list[str]:
+        wanted = self.chosen or (self.known if hosts == ALL_METHODS_HOSTS else MAIN)
+        unknown = set(wanted) - set(self.known)
+        if unknown:
+            raise ValueError(f"no such method: {', '.join(sorted(unknown))}; there are {', '.join(self.known)}")
+        return [name for name in self.known if name in wanted]
+
+    def at_ratio(self, hosts: int, ratio: float) -> Path:
+        return self.folder / f"{hosts}-hosts" / f"ratio-{ratio:g}.json"
+
+    def at_rate(self, rate: str) -> Path:
+        return self.folder / f"{CURVE_HOSTS}-hosts" / f"rate-{rate}.json"
+
+    def run(self, hosts: int, ratio: float | None, seed: int, method: str) -> Path:
+        plain = re.sub(r"[^a-z0-9]+", "-", method.lower()).strip("-")
+        return self.folder / f"{hosts}-hosts" / f"ratio-{ratio or LOOPBACK}" / f"seed-{seed}" / f"{plain}.json"
+
+    def all_runs(self) -> list[Path]:
+        return [
+            self.run(hosts, ratio, seed, method)
+            for hosts in self.hosts
+            for ratio in self.ratios
+            for method in self.methods(hosts)
+            for seed in range(self.seeds)
+        ]
+
+    def timings(self) -> list[Path]:
+        """Beside the runs: Table 17 and the curve."""
+        if None in self.ratios:
+            return []
+        return [self.at_ratio(hosts, ratio) for hosts in self.hosts for ratio in RATIOS] + [self.at_rate(rate) for rate in CURVE]
+
+
+def on_all_hosts(bed: Bed, job: dict[str, Any], timeout: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.json"
+        file.write_text(json.dumps(job))
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns that hosts of the bed have no names
+        bed.run([sys.executable, str(HERE / "train_on_host.py"), str(file)], timeout, quiet)
+
+
+def time_steps(bed: Bed, data: Path, methods: Sequence[str], repeats: int) -> dict[str, Any]:
+    """Seconds of a step of each method, and of an all-reduce of the model."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "found.json"
+        job = {"data": str(data), "methods": methods, "calls": 4 * fashion.H, "repeats": repeats, "out": str(out)}
+        on_all_hosts(bed, job, 900)
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def find_rates(bed: Bed, study: Study, bar: tqdm) -> None:
+    """The link rate for each ratio, and all steps there. An all-reduce takes a time of about 1 / rate, so that a few corrections suffice;
+    computing is what varies from job to job, hence the median of all."""
+    computing: list[float] = []
+    for ratio in (ratio for ratio in RATIOS if not study.at_ratio(bed.hosts, ratio).exists()):
+        mbit = 1_200 / ratio  # a guess
+        for _ in range(3):
+            bed.set_rate(f"{mbit:.0f}mbit")
+            seconds = time_steps(bed, study.data, ["computing alone"], 6)["seconds"]
+            computing.append(seconds["computing alone"]["median"])
+            found = seconds["all-reduce alone"]["median"] / statistics.median(computing)
+            tqdm.write(f"{bed.label}: an all-reduce takes {found:.2f} times as long as computing; wanted: {ratio}")
+            if abs(found / ratio - 1) < CLOSE_ENOUGH:
+                break
+            mbit *= found / ratio
+        timing = time_steps(bed, study.data, TIMED, 4)
+        save(study.at_ratio(bed.hosts, ratio), {"hosts": bed.hosts, "ratio": ratio, "rate": bed.rate, **timing})
+        bar.update()
+
+
+def train(bed: Bed, study: Study, ratio: float | None, seed: int, bar: tqdm) -> None:
+    """All methods of one seed in one job, in an order of their own. Should one fail, the others are tried again without waiting for it."""
+    bucket = 1.0
+    if ratio is not None:
+        known = json.loads(study.at_ratio(bed.hosts, ratio).read_text())
+        bed.set_rate(known["rate"])
+        bucket = float(best_ddp(known["seconds"]).split("=")[1])
+    methods = study.methods(bed.hosts)
+    random.Random(seed).shuffle(methods)
+    files = {method: study.run(bed.hosts, ratio, seed, method) for method in methods}
+    for _ in range(3):
+        missing = [method for method in methods if not files[method].exists()]
+        if not missing:
+            return
+        bar.set_description(f"{bed.label}, seed {seed}")
+        job = {"data": str(study.data), "steps": study.steps, "bucket": bucket, "hosts": bed.hosts, "ratio": ratio, "rate": bed.rate}
+        job |= {"seed": seed, "files": {method: str(files[method]) for method in missing}}
+        try:
+            with counted([files[method] for method in missing], bar):
+                on_all_hosts(bed, job, 120 + 120 * len(missing))
+        except (RuntimeError, TimeoutError) as error:
+            failed = next((method for method in missing if not files[method].exists()), missing[-1])
+            tqdm.write(f"{bed.label}, seed {seed}, {failed}: {error}", file=sys.stderr)
+            methods = [method for method in methods if method != failed]
+
+
+@contextmanager
+def counted(files: Sequence[Path], bar: tqdm) -> Iterator[None]:
+    """Tells the bar of each file as soon as it is there."""
+    over = threading.Event()
+
+    def watch() -> None:
+        seen, last = 0, False
+        while not last:
+            last = over.wait(0.5)
+            there = sum(file.exists() for file in files)
+            bar.update(there - seen)
+            seen = there
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def measure(study: Study) -> None:
+    pieces = study.timings() + study.all_runs()
+    with tqdm(total=len(pieces), initial=sum(file.exists() for file in pieces), unit=" runs") as bar:
+        for hosts in study.hosts:
+            with Bed(hosts, LOOPBACK if None in study.ratios else "1gbit") as bed:
+                if None not in study.ratios and not bed.shaped:
+                    raise OSError(f"no shaped network here: {bed.why_not}; --loopback trains unshaped")
+                if None not in study.ratios:
+                    find_rates(bed, study, bar)
+                for seed in range(study.seeds):
+                    for ratio in study.ratios:
+                        train(bed, study, ratio, seed, bar)
+        for rate in CURVE if study.timings() else ():
+            if not study.at_rate(rate).exists():
+                bar.set_description(f"a step at {rate}")
+                with Bed(CURVE_HOSTS, rate) as bed:
+                    timing = time_steps(bed, study.data, TIMED, 2)
+                save(study.at_rate(rate), {"hosts": CURVE_HOSTS, "rate": rate, **timing})
+                bar.update()
+
+
+def collect(study: Study) -> dict[str, Any]:
+    """All that is finished, as one value."""
+
+    def there(files: Sequence[Path]) -> list[Any]:
+        return [json.loads(file.read_text()) for file in files if file.exists()]
+
+    settings = {"parameters": fashion.bytes_of_model() // 4, "widths": fashion.WIDTHS, "batch": fashion.BATCH, "steps": study.steps}
+    settings |= {"lr": fashion.LR, "H": fashion.H, "seeds": study.seeds, "machine": machine()}
+    timings = there(study.timings())
+    for timing in timings:
+        timing.pop("machine")
+    curve = [timing for timing in timings if "ratio" not in timing]
+    return {"settings": settings, "ratios": [t for t in timings if "ratio" in t], "curve": curve, "runs": there(study.all_runs())}
+
+
+def as_lines(results: dict[str, Any]) -> str:
+    """JSON, one line a row."""
+    parts = []
+    for name, value in results.items():
+        rows = ",\n".join(json.dumps(row) for row in value) if isinstance(value, list) else None
+        parts.append(f'"{name}": ' + (f"[\n{rows}\n]" if rows is not None else json.dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with the four IDX files of Fashion-MNIST, unpacked, in it or below it")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8], help=f"{ALL_METHODS_HOSTS}: all methods; others: the main ones")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--methods", nargs="+", help="only these, by the names of the tables")
+    parser.add_argument("--loopback", action="store_true", help="train over loopback, unshaped, instead of at the two ratios")
+    parser.add_argument("--quick", action="store_true", help="two hosts over loopback, two seeds, a few steps")
+    parser.add_argument("--report", action="store_true", help="measure nothing: results and pictures of what is finished")
+    parser.add_argument("--runs", type=Path, default=Path("runs/accuracy"), help="folder for what is finished")
+    parser.add_argument("--results", type=Path, help="file for the results (benchmarks/results/accuracy.json; other runs: in --runs)")
+    parser.add_argument("--pictures", type=Path, help="folder for the pictures (docs/performance; other runs: --runs)")
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.hosts, options.seeds, options.loopback, options.methods = [2], 2, True, options.methods or list(QUICK)
+    options.results = options.results or (options.runs if options.loopback else HERE / "results") / "accuracy.json"
+    options.pictures = options.pictures or (options.runs if options.loopback else HERE.parent / "docs" / "performance")
+    if options.seeds < 2:
+        parser.error(f"--seeds {options.seeds}: at least 2 needed, for a standard error")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    study = Study(options)
+    if not options.report:
+        measure(study)
+    results = collect(study)
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(options.results) as aside:
+        aside.write_text(as_lines(results))
+    import accuracy_pictures
+    import accuracy_tables
+
+    print(accuracy_tables.everything(results))
+    accuracy_pictures.draw(results, options.pictures)
+    missing = [file for file in study.timings() + study.all_runs() if not file.exists()]
+    if missing:
+        raise RuntimeError(f"{len(missing)} runs are missing, the first of them {missing[0]}: the same command tries them again")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # the bed is taken down then too
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit("stopped: the same command goes on from the runs that are finished")
+    except (OSError, ValueError, RuntimeError, TimeoutError) as error:  # what a user can mend
+        sys.exit(f"accuracy: {error}")

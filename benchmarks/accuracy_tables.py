@@ -1,0 +1,133 @@
+"""The tables of accuracy.py's results, for the page and the screen."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import reached
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+
+from logistic import tables
+
+Results = dict[str, Any]
+PAPER = (  # its Table 17, ms: without communication, with all-reduce, with gossip
+    ("paper, ResNet-50, 25 Gbit/s", 146.0, 424.0, 296.0),
+    ("paper, BERT", 445.0, 1913.8, 1011.5),
+)
+GOSSIP = ("Gossip SGD", "Gossip SGD, delay=1", "Gossip-PGA", "Gossip-PGA, delay=1")
+NAMES = {reached.PARALLEL: "Parallel SGD (DDP)", "Parallel SGD": "Parallel SGD (Rumor)"}
+
+
+def iteration(results: Results) -> str:
+    """Table 17 in our form: ms of a step, and in brackets what is added to computing."""
+    rows: list[tables.Row] = []
+    for name, alone, all_reduce, gossip in PAPER:
+        cells = [_beyond(all_reduce, alone), _beyond(gossip, alone), "-", "-", "-"]
+        rows.append(_iteration_row(name, (all_reduce - alone) / alone, alone, cells))
+    for timing in results["ratios"]:
+        ms = {name: 1e3 * spread["median"] for name, spread in timing["seconds"].items()}
+        alone = ms["computing alone"]
+        cells = [_beyond(ms[name], alone) for name in (reached.best_ddp(timing["seconds"]), *GOSSIP)]
+        rows.append(_iteration_row(f"{timing['hosts']} hosts, {_rate(timing['rate'])}", ms["all-reduce alone"] / alone, alone, cells))
+    return tables.as_text(rows)
+
+
+def _iteration_row(name: str, ratio: float, alone: float, cells: list[str]) -> tables.Row:
+    head = ("DDP", *GOSSIP)
+    return {"ms a step": name, "all-reduce / computing": f"{ratio:.1f}", "computing": f"{alone:.0f}", **dict(zip(head, cells, strict=True))}
+
+
+def _beyond(ms: float, alone: float) -> str:
+    return f"{ms:.0f} (+{ms - alone:.0f})"
+
+
+def to_target(results: Results, hosts: int) -> str:
+    """A row for each method, for every ratio that was run: final accuracy, and when it reached the target."""
+    ratios = list(dict.fromkeys(run["ratio"] for run in results["runs"] if run["hosts"] == hosts))
+    found = {ratio: {row["method"]: row for row in reached.summary(results["runs"], hosts, ratio)} for ratio in ratios}
+    rows: list[tables.Row] = []
+    for method in dict.fromkeys(method for by_method in found.values() for method in by_method):
+        own = {ratio: found[ratio][method] for ratio in ratios if method in found[ratio]}
+        most = max(own.values(), key=lambda row: row["seeds"])
+        cells: tables.Row = {
+            f"{hosts} hosts": NAMES.get(method, method),
+            "final accuracy": f"{100 * most['final']:.2f} ± {100 * most['error']:.2f} %",
+            "steps to target": _number(most["steps to target"]),
+        }
+        for ratio in ratios:
+            title = f"ratio {ratio:g}" if ratio else "loopback"
+            row = own.get(ratio)
+            cells[f"{title}: whole run, s (times as fast)"] = (
+                f"{row['seconds']:.1f} ({row['times as fast, whole run']:.2f})" if row else "-"
+            )
+            cells[f"{title}: to target, s"] = _seconds(row) if row else "-"
+            cells[f"{title}: times as fast to target"] = _times(row["times as fast, to target"]) if row else "-"
+        rows.append(cells)
+    return tables.as_text(rows)
+
+
+def _seconds(row: dict[str, Any]) -> str:
+    """The median over seeds, from the fastest to the slowest; how many never got there."""
+    times, missed = row["to target"], row["not reached"]
+    note = f", not reached in {missed} of {row['seeds']}" if missed else ""
+    if missed == row["seeds"]:
+        return note[2:]
+    middle, there = reached.middle(times), [t for t in times if t < math.inf]
+    return f"{_number(middle, '.1f')} ({min(there):.1f} to {max(there):.1f}){note}"
+
+
+def _number(value: float, form: str = ".0f") -> str:
+    return f"{value:{form}}" if value < math.inf else "-"
+
+
+def _times(value: float) -> str:
+    return f"**{value:.2f}**" if value > 0 and math.isfinite(value) else "-"
+
+
+def bandwidth(results: Results) -> str:
+    """Seconds to the target over the links' rate, and how many times as fast as DDP."""
+    points = reached.over_bandwidth(results["runs"], results["curve"])
+    rates = list(dict.fromkeys(point["rate"] for point in points))
+    parallel = {point["rate"]: point["seconds"] for point in reached.pick(points, method=reached.PARALLEL)}
+    rows: list[tables.Row] = []
+    for method in dict.fromkeys(point["method"] for point in points):
+        own = {point["rate"]: point["seconds"] for point in reached.pick(points, method=method)}
+        cells = {_rate(rate): f"{own[rate]:.1f} ({_times(parallel[rate] / own[rate])})" if own[rate] < math.inf else "" for rate in rates}
+        rows.append({"s to target (times as fast)": NAMES.get(method, method), **cells})
+    return tables.as_text(rows)
+
+
+def _rate(rate: str) -> str:
+    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
+def target_line(results: Results) -> str:
+    runs = results["runs"]
+    lines = []
+    for hosts in dict.fromkeys(run["hosts"] for run in runs):
+        finals, goal = reached.finals_of(runs, hosts), reached.target(runs, hosts)
+        lines.append(f"{hosts} hosts: {100 * goal:.2f} % (Parallel SGD ends at {100 * statistics.mean(finals):.2f} %, {len(finals)} seeds)")
+    return "Target, " + "; ".join(lines) + "."
+
+
+def make(name: str, results: Results) -> str:
+    """The table of that name on the page."""
+    if name.startswith("to-target-"):
+        return to_target(results, int(name.rsplit("-", 1)[1]))
+    parts: dict[str, Callable[[Results], str]] = {"iteration": iteration, "target": target_line, "bandwidth": bandwidth}
+    return parts[name](results)
+
+
+def everything(results: Results) -> str:
+    """For the screen."""
+    parts = [iteration(results)] if results["ratios"] else []
+    parts += [target_line(results)]
+    parts += [to_target(results, hosts) for hosts in dict.fromkeys(run["hosts"] for run in results["runs"])]
+    parts += [bandwidth(results)] if results["curve"] else []
+    return "\n\n".join(parts)

@@ -1,0 +1,96 @@
+"""The task of accuracy.py: Fashion-MNIST, a small network, and one schedule of learning rates and evaluations for all methods."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+WIDTHS = (784, 320, 160, 10)
+BATCH = 1024  # of all hosts together, so that a step is the same amount of work on 4 hosts and on 8
+EPOCHS, IMAGES = 6, 60_000
+STEPS = EPOCHS * IMAGES // BATCH
+LR, WARM_UP = 0.2, 0.15  # the highest rate, reached after this share of the steps
+H = 6
+AGA_WARM_UP = 0.04  # share of the steps
+MEAN, DEVIATION = 0.286, 0.353  # of the training images' pixels, from 0 to 1
+FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
+
+
+def read_idx(path: Path) -> NDArray[np.uint8]:
+    """An IDX file of bytes: two zeros, the type (8), the number of dimensions, their sizes as big-endian int32, the data."""
+    raw = path.read_bytes()
+    if raw[:3] != b"\0\0\x08":
+        raise ValueError(f"{path} is no IDX file of bytes: it must begin with 00 00 08, not {raw[:3].hex(' ')}")
+    shape = np.frombuffer(raw, ">i4", count=raw[3], offset=4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
+
+
+def find(folder: Path | None) -> Path:
+    """The folder that holds FILES: `folder` or one below it."""
+    if folder is not None:
+        for images in sorted(folder.rglob(FILES[0])):
+            if all(images.with_name(name).exists() for name in FILES):
+                return images.parent
+    where = f"{folder} has not" if folder else "give --data FOLDER with"
+    raise FileNotFoundError(f"Fashion-MNIST is not there: {where} all of {', '.join(FILES)} (unpacked)")
+
+
+def load(folder: Path, part: str, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Images [m, 784], normalised, and labels [m]: all of "train" or "t10k", or those `rows`."""
+    images = torch.tensor(read_idx(folder / f"{part}-images-idx3-ubyte")).flatten(1)
+    labels = torch.tensor(read_idx(folder / f"{part}-labels-idx1-ubyte"))
+    if rows is not None:
+        images, labels = images[rows], labels[rows]
+    return images.float().div_(255).sub_(MEAN).div_(DEVIATION), labels.long()
+
+
+def shard(folder: Path, rank: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
+    """The training images of one host: every n-th of a permutation that all hosts draw alike."""
+    count = len(read_idx(folder / "train-labels-idx1-ubyte"))
+    return load(folder, "train", torch.randperm(count, generator=torch.Generator().manual_seed(seed))[rank::n])
+
+
+def batches(data: tuple[Tensor, Tensor], size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Without end: the images in a new order for every pass."""
+    images, labels = data
+    random = torch.Generator().manual_seed(seed)
+    order = torch.empty(0, dtype=torch.long)
+    while True:
+        while len(order) < size:
+            order = torch.cat([order, torch.randperm(len(labels), generator=random)])
+        yield images[order[:size]], labels[order[:size]]
+        order = order[size:]
+
+
+def network(seed: int) -> nn.Module:
+    """The same on every host."""
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(WIDTHS):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def bytes_of_model() -> int:
+    return 4 * sum((inputs + 1) * outputs for inputs, outputs in pairwise(WIDTHS))
+
+
+def lr_at(k: int, steps: int) -> float:
+    """Up in a line, down along a cosine to zero."""
+    warm_up = WARM_UP * steps
+    if k < warm_up:
+        return LR * (k + 1) / (warm_up + 1)
+    return LR * (1 + math.cos(math.pi * (k - warm_up) / (steps - warm_up))) / 2
+
+
+def marks(steps: int) -> list[int]:
+    """The steps after which the mean model is looked at: every 20 % of the run, and every 3 % of its last 30 %."""
+    shares = [20, 40, 60, *range(70, 101, 3)]
+    return sorted({max(1, round(steps * share / 100)) for share in shares})

@@ -1,0 +1,142 @@
+"""What every host of the test bed runs for accuracy.py: it trains Fashion-MNIST with one method after the other, or times their steps."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import fashion
+from contestants import Contestant, ours
+from measure import machine, save
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+BUCKETS_MB = (0.25, 1, 4)  # DDP's bucket_cap_mb, for a model of 1.2 MB: it is always given the one that suits it best
+TIMED = (
+    "computing alone",
+    *(f"DDP, bucket_cap_mb={size:g}" for size in BUCKETS_MB),
+    *("Local SGD", "Gossip SGD", "Gossip SGD, delay=1", "Gossip-PGA", "Gossip-PGA, delay=1", "DDP, bf16 hook"),
+)
+
+
+def contestants(n: int, steps: int, bucket: float = 1, wanted: Sequence[str] | None = None) -> dict[str, Callable[..., Contestant]]:
+    """Those that are wanted, or all; "DDP" has the bucket size given."""
+    found = ours(n, fashion.H, round(fashion.AGA_WARM_UP * steps), {bucket, *BUCKETS_MB})
+    found["DDP"] = found[f"DDP, bucket_cap_mb={bucket:g}"]
+    if wanted is None or not set(wanted) <= set(found):
+        from peers import peers  # many imports, slow where many hosts do it
+
+        found |= peers(n, fashion.H)
+    return found if wanted is None else {name: found[name] for name in wanted}
+
+
+def train(contestant: Contestant, batches: Batches, steps: int) -> tuple[list[Tensor], Tensor]:
+    """This host's model at every mark, and the seconds until then. They are looked at when all is done: the clock never stops, so no
+    message has time to travel that training would have waited for."""
+    marks = set(fashion.marks(steps))
+    models, seconds = [], []
+    dist.barrier()
+    began = time.perf_counter()
+    for k in range(steps):
+        contestant.set_lr(fashion.lr_at(k, steps))
+        contestant.step(*next(batches))
+        if k + 1 in marks:
+            seconds.append(time.perf_counter() - began)
+            models.append(parameters_to_vector(contestant.model.parameters()).detach().clone())
+    return models, torch.tensor(seconds, dtype=torch.float64)
+
+
+@torch.no_grad()
+def accuracies(models: list[Tensor], network: nn.Module, test: tuple[Tensor, Tensor], images: int) -> list[float]:
+    """Of the mean models; `test` is this host's share of the `images`."""
+    correct = []
+    for x in models:
+        dist.all_reduce(x)
+        vector_to_parameters(x / dist.get_world_size(), network.parameters())
+        correct.append((network(test[0]).argmax(1) == test[1]).sum())
+    total = torch.stack(correct)
+    dist.all_reduce(total)
+    return [round(int(count) / images, 5) for count in total]
+
+
+def run(name: str, make: Callable[..., Contestant], data: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], job: dict[str, Any]) -> None:
+    """One method, one seed: a file."""
+    n, rank, seed, steps = dist.get_world_size(), dist.get_rank(), job["seed"], job["steps"]
+    contestant = make(lambda: fashion.network(seed), lr=fashion.LR)
+    models, seconds = train(contestant, fashion.batches(data, fashion.BATCH // n, 1_000 * seed + rank), steps)
+    rounds = contestant.averager.metrics.rounds if hasattr(contestant, "averager") else {}
+    contestant.close()
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # the slowest host counts
+    accuracy = accuracies(models, fashion.network(seed), test, job["test images"])
+    if rank == 0:
+        found = {"method": name, **{key: job[key] for key in ("hosts", "ratio", "rate", "seed")}, "rounds": dict(rounds)}
+        found |= {"steps": fashion.marks(steps), "seconds": [round(s, 4) for s in seconds.tolist()], "accuracy": accuracy}
+        save(Path(job["files"][name]), found)
+
+
+def train_all(job: dict[str, Any]) -> None:
+    n, rank, seed = dist.get_world_size(), dist.get_rank(), job["seed"]
+    folder = Path(job["data"])
+    data, test = fashion.shard(folder, rank, n, seed), fashion.load(folder, "t10k")
+    job["test images"] = len(test[1])
+    test = (test[0][rank::n].clone(), test[1][rank::n].clone())
+    made = contestants(n, job["steps"], job["bucket"], list(job["files"]))
+    warm = Contestant(lambda: fashion.network(seed))
+    for x, y in (batch for batch, _ in zip(fashion.batches(data, fashion.BATCH // n, 0), range(20), strict=False)):
+        warm.step(x, y)  # torch's own first calls are slow, and would count against whoever comes first
+    for name, make in made.items():
+        run(name, make, data, test, job)
+
+
+def time_all(job: dict[str, Any]) -> None:
+    """Seconds of a step. All take turns of `calls` steps; a turn is long, since with delay=1 one message in a turn travels unseen."""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    batches = fashion.batches(fashion.shard(Path(job["data"]), rank, n, 0), fashion.BATCH // n, rank)
+    made = contestants(n, fashion.STEPS, wanted=job["methods"])
+    steps: dict[str, Callable[[], object]] = {}
+    for name, make in made.items():
+        contestant = make(lambda: fashion.network(0), lr=0.01)
+        steps[name] = lambda contestant=contestant: contestant.step(*next(batches))  # type: ignore[misc]
+    gradient = torch.randn(fashion.bytes_of_model() // 4)
+    steps["all-reduce alone"] = lambda: dist.all_reduce(gradient)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(1 + job["repeats"]):
+        for name, step in steps.items():
+            calls = job["calls"] if turn else fashion.H  # the first turn warms up
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(calls):
+                step()
+            dist.barrier()
+            if turn:
+                times[name].append((time.perf_counter() - began) / calls)
+    if rank == 0:
+        spread = {name: {"median": statistics.median(t), "fastest": min(t), "slowest": max(t)} for name, t in times.items()}
+        save(Path(job["out"]), {"machine": machine(), "bed": os.environ.get("RUMOR_BED", ""), "seconds": spread})
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; accuracy.py acts on it, and ends us
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("job", type=Path, help="a JSON file that accuracy.py writes")
+    job = json.loads(parser.parse_args().job.read_text())
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    (train_all if "files" in job else time_all)(job)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
