@@ -18,6 +18,7 @@ import accuracy_tables  # noqa: E402
 import pictures  # noqa: E402
 from logistic import tables  # noqa: E402
 
+MIXING = ("pack", "mix, delay=0", "mix, delay=1")
 NAMES = {"one_peer_exponential": "gossip, one peer", "ring": "gossip, ring", "exponential": "gossip, exponential", "mean": "average of all"}
 
 
@@ -40,7 +41,34 @@ def step(results: dict[str, Any]) -> list[list[str]]:
         found = [row for row in results["rows"] if row["what"] == what]
         times = [_range(row) for row in found]
         limits = [f"{1e3 * row['limit']:.0f} ms: **{row['ratio']:.2f}**" for row in found]
-        rows.append([what, *times, *limits, *(f"{row['times_as_fast_as_ddp']:.2f}" for row in found)])
+        rows.append([what, *times, *limits, *(f"{row['times_as_fast_as_ddp']:.2f} of {row['ceiling']:.2f}" for row in found)])
+    return rows
+
+
+def loopback(results: dict[str, Any]) -> list[list[str]]:
+    models = {"mlp": "MLP, 1.86 M in 6 tensors", "resnet50": "ResNet-50, 25.6 M in 161 tensors"}
+    rows = [["", *(f"{name}: ms a step" for name in models.values()), *(f"{name}: times as fast as DDP" for name in models.values())]]
+    for what in dict.fromkeys(row["what"] for row in results["rows"]):
+        found = {row["model"]: row for row in results["rows"] if row["what"] == what}
+        rows.append([what, *(_range(found[m]) for m in models), *(f"{found[m]['times_as_fast_as_ddp']:.2f}" for m in models)])
+    return rows
+
+
+def mixing(results: dict[str, Any]) -> list[list[str]]:
+    """Of gpu.json: what of a plain copy's bandwidth is reached."""
+    rows = [["", "dtype", "a copy", *MIXING]]
+    for model, kinds in results["mixing"].items():
+        for kind, found in kinds.items():
+            cells = [f"{1e6 * found[what]['seconds']:.0f} us: **{found[what]['share_of_copy']:.2f}**" for what in MIXING]
+            rows.append([model, kind, f"{found['copy_bytes_per_second'] / 1e12:.2f} TB/s", *cells])
+    return rows
+
+
+def host(results: dict[str, Any]) -> list[list[str]]:
+    """Of gpu.json: a step of the Averager alone, with a neighbour that echoes."""
+    rows = [["", "delay", "host, ms", "device, ms"]]
+    for model, delays in results["step, alone"].items():
+        rows += [[model, delay[-1], f"{1e3 * took['host']:.1f}", f"{1e3 * took['device']:.1f}"] for delay, took in delays.items()]
     return rows
 
 
@@ -83,7 +111,11 @@ def filled_in(text: str) -> str:
     def make(name: str) -> str:
         if name.startswith("accuracy-"):
             return accuracy_tables.make(name.removeprefix("accuracy-"), json.loads((RESULTS / "accuracy.json").read_text()))
-        head, *rows = {"exchange": exchange, "step": step, "growth": growth, "peers": peers}[name](results_of(name))
+        if name.startswith("gpu-"):
+            head, *rows = {"mixing": mixing, "host": host}[name.removeprefix("gpu-")](json.loads((RESULTS / "gpu.json").read_text()))
+        else:
+            of_network = {"exchange": exchange, "step": step, "loopback": loopback, "growth": growth, "peers": peers}
+            head, *rows = of_network[name](results_of(name))
         return tables.as_text([dict(zip(head, row, strict=True)) for row in rows])
 
     def make_if_measured(name: str) -> str:
@@ -98,4 +130,5 @@ def filled_in(text: str) -> str:
 if __name__ == "__main__":
     page = ROOT / "docs" / "performance.md"
     tables.write(page, filled_in(page.read_text()))
+    pictures.draw_trace(results_of("trace"), ROOT / "docs" / "performance" / "trace.png")
     pictures.draw_peers(results_of("peers"), ROOT / "docs" / "performance" / "peers.png")

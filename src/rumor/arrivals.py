@@ -155,12 +155,14 @@ class Mean(Pending):
 
 
 def side_by_side(channels: Sequence[Channel]) -> Iterator[list[Channel]]:
-    """Buckets that are summed in one message: neighbours of one dtype, up to SUM_BYTES."""
+    """Buckets that are summed in one message: neighbours of one dtype, up to SUM_BYTES, and no more than about half of all of them, so
+    that one half can be mixed while the other travels."""
+    half = sum(channel.own.nbytes for channel in channels) / 2
     some: list[Channel] = []
     for channel in channels:
-        alike = [c.own for c in (*some[:1], channel)]
-        full = sum(c.own.nbytes for c in (*some, channel)) > SUM_BYTES
-        if some and (full or alike[0].dtype != alike[1].dtype or alike[0].device != alike[1].device):
+        so_far, own = sum(c.own.nbytes for c in some), channel.own
+        is_full = so_far + own.nbytes > SUM_BYTES or so_far >= half
+        if some and (is_full or own.dtype != some[0].own.dtype or own.device != some[0].own.device):
             yield some
             some = []
         some.append(channel)
