@@ -130,5 +130,6 @@ def filled_in(text: str) -> str:
 if __name__ == "__main__":
     page = ROOT / "docs" / "performance.md"
     tables.write(page, filled_in(page.read_text()))
-    pictures.draw_trace(results_of("trace"), ROOT / "docs" / "performance" / "trace.png")
-    pictures.draw_peers(results_of("peers"), ROOT / "docs" / "performance" / "peers.png")
+    for name, draw in {"trace": pictures.draw_trace, "peers": pictures.draw_peers}.items():
+        if (RESULTS / f"network-{name}.json").exists():
+            draw(results_of(name), ROOT / "docs" / "performance" / f"{name}.png")
