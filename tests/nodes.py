@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rumor
-from tests.problems import OPTIMIZERS, batches, decayed, loss_fn, network
+from tests.problems import OPTIMIZERS, batches, decayed, loss_fn, network, trained
 
 STEPS = 11  # the last one is no global round
 
@@ -98,16 +98,7 @@ def train_there(rank: int, size: int, how: str, model_name: str, name: str) -> d
     model = wrapped(MODELS[model_name](), how, size)
     averager = averager_of(model, ALGORITHMS[name](n), size)
     opt = OPTIMIZERS["nesterov"](model.parameters())
-    x, y = batches(STEPS, n * size)
-    iterates = []
-    for k in range(STEPS):
-        lr = decayed(opt, k)
-        loss = loss_fn(model, x[k, rank], y[k, rank])
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        averager.step(loss, lr=lr)
-        iterates.append(whole(model))
+    iterates = [whole(model) for _ in trained(model, averager, opt, rank, *batches(STEPS, n * size))]
     result = {"x": torch.stack(iterates), "H": averager.metrics.H, "distance": averager.consensus_distance()}
     assert averager.metrics.consensus_distance == result["distance"]
     with averager.averaged():

@@ -24,7 +24,7 @@ from rumor.engine import Leaves
 from tests.cluster import Cluster
 from tests.nodes import ALGORITHMS as NODES
 from tests.nodes import MODELS, averager_of, train_here, wrapped
-from tests.problems import OPTIMIZERS, batches, decayed
+from tests.problems import OPTIMIZERS, batches, flat, trained
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -95,11 +95,16 @@ def one_rank(rank: int, name: str) -> torch.Tensor:
         opt.step()
         opt.zero_grad()
         averager.step(loss, lr=0.05)
+    return looked_at(model, averager)
+
+
+def looked_at(model: nn.Module, averager: rumor.Averager) -> torch.Tensor:
+    """The model at the end, after all that only looks at it."""
     averager.consensus_distance()
     with averager.averaged():
         pass
     averager.state_dict()
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+    return flat(model).cpu()
 
 
 def processes_that_share_the_gpu_equal_the_simulator() -> None:
@@ -118,19 +123,9 @@ def one_rank_of_two(rank: int, name: str) -> torch.Tensor:
     model = wrapped(MODELS["network"]().cuda(), "ddp", 2)
     averager = averager_of(model, NODES[name](2), 2)
     opt = OPTIMIZERS["nesterov"](model.parameters())
-    x, y = (part.cuda() for part in batches(11, 4))
-    for k in range(11):
-        lr = decayed(opt, k)
-        loss = loss_fn(model, x[k, rank], y[k, rank])
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        averager.step(loss, lr=lr)
-    averager.consensus_distance()
-    with averager.averaged():
+    for _ in trained(model, averager, opt, rank, *(part.cuda() for part in batches(11, 4))):
         pass
-    averager.state_dict()
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).cpu()
+    return looked_at(model, averager)
 
 
 def nodes_of_two_that_share_the_gpu_equal_the_simulator() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import networkx as nx
@@ -104,21 +104,26 @@ def train_here(algorithm: Any, optimizer: str, steps: int) -> tuple[Tensor, Tens
     return torch.stack(iterates), torch.stack(losses), periods
 
 
-def train_there(rank: int, name: str, optimizer: str, steps: int) -> tuple[Tensor, Tensor, list[int | None]]:
-    """One rank among real processes: its iterates [steps, d], losses [steps] and periods."""
-    model = network()
-    averager = rumor.Averager(model, ALGORITHMS[name]())
-    opt = OPTIMIZERS[optimizer](model.parameters())
-    iterates, losses, periods = [], [], []
-    x, y = batches(steps)
-    for k in range(steps):
+def trained(model: nn.Module, averager: rumor.Averager, opt: torch.optim.Optimizer, rank: int, x: Tensor, y: Tensor) -> Iterator[Tensor]:
+    """The training loop of one rank on batches [steps, ranks, ...]: its loss after each step."""
+    for k in range(len(x)):
         lr = decayed(opt, k)
         loss = loss_fn(model, x[k, rank], y[k, rank])
         loss.backward()
         opt.step()
         opt.zero_grad()
         averager.step(loss, lr=lr)
+        yield loss.detach()
+
+
+def train_there(rank: int, name: str, optimizer: str, steps: int) -> tuple[Tensor, Tensor, list[int | None]]:
+    """One rank among real processes: its iterates [steps, d], losses [steps] and periods."""
+    model = network()
+    averager = rumor.Averager(model, ALGORITHMS[name]())
+    opt = OPTIMIZERS[optimizer](model.parameters())
+    iterates, losses, periods = [], [], []
+    for loss in trained(model, averager, opt, rank, *batches(steps)):
         iterates.append(flat(model))
-        losses.append(loss.detach())
+        losses.append(loss)
         periods.append(averager.metrics.H)
     return torch.stack(iterates), torch.stack(losses), periods
