@@ -20,8 +20,8 @@ from on_host import Step, build, timed, with_averager, with_ddp
 def contestants(n: int, H: int) -> dict[str, Step]:
     """One training step of each, on a model of its own."""
     peers = rumor.one_peer_exponential(n)
-    averaged = {f"Gossip-PGA, delay={delay}": with_averager(rumor.gossip_pga(peers, H, delay=delay)) for delay in (0, 1)}
-    return {"computing alone": build()[1], "DDP": with_ddp(), **averaged}
+    averaged = {f"Gossip-PGA, delay={delay}": with_averager(build, rumor.gossip_pga(peers, H, delay=delay)) for delay in (0, 1)}
+    return {"computing alone": build()[1], "DDP": with_ddp(build), **averaged}
 
 
 def main() -> None:
