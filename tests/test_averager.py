@@ -278,6 +278,20 @@ def test_a_state_may_be_loaded_while_messages_are_in_flight(four: Cluster) -> No
     assert not torch.equal(ends[0], ends[1])
 
 
+def receives_ahead(rank: int, topology: rumor.Topology) -> list[int]:
+    averager = rumor.Averager(network(), rumor.gossip_sgd(topology))
+    averager.step()
+    ahead = [len(channel.expected) for channel in averager.engine._channels.values()]
+    averager.finish()
+    return ahead
+
+
+@pytest.mark.parametrize(("topology", "neighbours"), [(RING, 2), (rumor.complete(N), 0)])  # whose W = J goes by all-reduce
+def test_receives_are_posted_ahead_only_where_messages_will_come(four: Cluster, topology: rumor.Topology, neighbours: int) -> None:
+    for ahead in four.run(receives_ahead, topology):
+        assert set(ahead) == {neighbours}
+
+
 def evaluate(rank: int, name: str) -> None:
     model = network()
     averager = rumor.Averager(model, ALGORITHMS[name]())

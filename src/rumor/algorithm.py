@@ -148,8 +148,7 @@ class GossipPGA(AtOnce):
         if kind == "none":
             return None
         flight = Flight(relayed=kind == "global" and self.average_rounds is not None)
-        # W = J goes by all-reduce too, but two nodes, for whom an exchange is as good and has less to set up
-        all_reduce = (self.topology.is_complete and engine.n > 2) or (kind == "global" and not flight.relayed)
+        all_reduce = self.is_all_reduce(state, engine)
         if all_reduce:
             flight.sent = [x.read(b) for b in range(len(x))]
             flight.pending = engine.mean(flight.sent, k, loss)
@@ -162,6 +161,14 @@ class GossipPGA(AtOnce):
         if kind == "global" and loss is not None:  # by gossip each node would have a loss, hence a period, of its own
             flight.loss = flight.pending[0] if all_reduce else engine.mean([torch.zeros_like(loss)], k, loss)[0]
         return flight
+
+    def is_all_reduce(self, state: State, engine: Engine) -> bool:
+        """Is the round that the state stands before one of everybody with everybody?
+
+        W = J is, too, but between two nodes, for whom an exchange is as good and has less to set up.
+        """
+        global_at_once = self.round(state) == "global" and self.average_rounds is None
+        return global_at_once or (self.topology.is_complete and engine.n > 2)
 
     def receive(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, lr: float | None) -> Iterator[int]:
         """Applies the round that is under way (none at the first delayed step: all start alike, so M_0 x^(0) = x^(0))."""
@@ -181,7 +188,7 @@ class GossipPGA(AtOnce):
             for b, message in enumerate(flight.buffers):
                 buffers.write(b, message.wait().x)
         state.schedule = self.schedule.next(state.schedule, loss)
-        if flight is not None and self.delay == 0 and self.round(state) == "gossip":
+        if flight is not None and self.delay == 0 and self.round(state) == "gossip" and not self.is_all_reduce(state, engine):
             for sent in flight.sent:
                 engine.expect(sent, self.topology, state.schedule.k)
 
