@@ -1,6 +1,6 @@
 """Time to accuracy: Fashion-MNIST on hosts whose links are really slow (bed.py), Rumor's methods beside DDP and other libraries.
 
-    sudo python benchmarks/accuracy.py --data FOLDER                # all of it, about an hour on two cores; stop it when you like
+    sudo python benchmarks/accuracy.py --data FOLDER                # all of it, about two hours on two cores; stop it when you like
     python benchmarks/accuracy.py --data FOLDER --loopback          # over loopback, unshaped: no root needed
     python benchmarks/accuracy.py --data FOLDER --quick             # a tiny run of everything
 
@@ -37,9 +37,8 @@ from train_on_host import TIMED, contestants
 
 HERE = Path(__file__).parent
 RATIOS = (1.9, 3.3)  # all-reduce over computing: ResNet-50 and BERT in the paper's Table 17
-MAIN = ("DDP", "Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-PGA, delay=1", "Gossip-AGA, delay=1")
 CURVE = ("100mbit", "200mbit", "500mbit", "1gbit", "2gbit", LOOPBACK)
-CURVE_HOSTS = ALL_METHODS_HOSTS = 4
+CURVE_HOSTS = 4
 QUICK = ("DDP", "Gossip-PGA", "Gossip-PGA, delay=1")
 QUICK_STEPS = 24
 CLOSE_ENOUGH = 0.05  # of the ratio that was wanted
@@ -59,8 +58,9 @@ class Study:
         version = zlib.crc32(repr(settings).encode())
         self.folder = options.runs / f"{version:08x}"
 
-    def methods(self, hosts: int) -> list[str]:
-        wanted = self.chosen or (self.known if hosts == ALL_METHODS_HOSTS else MAIN)
+    @property
+    def methods(self) -> list[str]:
+        wanted = self.chosen or self.known
         unknown = set(wanted) - set(self.known)
         if unknown:
             raise ValueError(f"no such method: {', '.join(sorted(unknown))}; there are {', '.join(self.known)}")
@@ -81,7 +81,7 @@ class Study:
             self.run(hosts, ratio, seed, method)
             for hosts in self.hosts
             for ratio in self.ratios
-            for method in self.methods(hosts)
+            for method in self.methods
             for seed in range(self.seeds)
         ]
 
@@ -125,6 +125,7 @@ def find_rates(bed: Bed, study: Study, bar: tqdm) -> None:
             if abs(found / ratio - 1) < CLOSE_ENOUGH:
                 break
             mbit *= found / ratio
+        bed.set_rate(f"{mbit:.0f}mbit")
         timing = time_steps(bed, study.data, TIMED, 4)
         save(study.at_ratio(bed.hosts, ratio), {"hosts": bed.hosts, "ratio": ratio, "rate": bed.rate, **timing})
         bar.update()
@@ -137,7 +138,7 @@ def train(bed: Bed, study: Study, ratio: float | None, seed: int, bar: tqdm) -> 
         known = json.loads(study.at_ratio(bed.hosts, ratio).read_text())
         bed.set_rate(known["rate"])
         bucket = float(best_ddp(known["seconds"]).split("=")[1])
-    methods = study.methods(bed.hosts)
+    methods = study.methods
     random.Random(seed).shuffle(methods)
     files = {method: study.run(bed.hosts, ratio, seed, method) for method in methods}
     for _ in range(3):
@@ -226,7 +227,7 @@ def as_lines(results: dict[str, Any]) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with the four IDX files of Fashion-MNIST, unpacked, in it or below it")
-    parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8], help=f"{ALL_METHODS_HOSTS}: all methods; others: the main ones")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--methods", nargs="+", help="only these, by the names of the tables")
     parser.add_argument("--loopback", action="store_true", help="train over loopback, unshaped, instead of at the two ratios")

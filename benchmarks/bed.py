@@ -30,9 +30,10 @@ class Bed:
     """N hosts. Use it as a context; `run` starts one process on each and waits for all."""
 
     def __init__(self, hosts: int, rate: str, congestion: str = CONGESTION):
-        self.hosts, self.rate, self.congestion = hosts, rate, congestion
+        self.hosts, self.congestion = hosts, congestion
         self.why_not = _why_not() if rate != LOOPBACK else None
         self.shaped = rate != LOOPBACK and self.why_not is None
+        self.rate = rate if self.shaped else LOOPBACK
         self._name = f"rumor{os.getpid()}"
 
     @property
@@ -60,9 +61,9 @@ class Bed:
             self._take_down()
 
     def set_rate(self, rate: str) -> None:
-        """Shapes every link anew."""
-        self.rate = rate
+        """Shapes every link anew, where there are any."""
         if self.shaped:
+            self.rate = rate
             for i in range(self.hosts):
                 self._shape(i)
 

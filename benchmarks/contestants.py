@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,27 @@ import rumor
 from rumor.algorithm import Algorithm
 
 Build = Callable[[], nn.Module]  # the same model on every host
+
+
+def take_turns(
+    steps: Mapping[str, Callable[[], object]], calls: int, repeats: int, warm_up: int | None = None
+) -> dict[str, dict[str, float]]:
+    """Seconds of a step: each has turns of `calls` steps in a row, after one of `warm_up`; all hosts start together, the slowest counts.
+
+    A turn should be long: with delay=1 its last message has nothing to hide behind.
+    """
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(1 + repeats):
+        for name, step in steps.items():
+            length = calls if turn or warm_up is None else warm_up
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(length):
+                step()
+            dist.barrier()
+            if turn:
+                times[name].append((time.perf_counter() - began) / length)
+    return {name: {"median": statistics.median(t), "fastest": min(t), "slowest": max(t)} for name, t in times.items()}
 
 
 class Contestant:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import time
@@ -29,7 +30,15 @@ def interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> d
 
 def machine() -> dict[str, Any]:
     gpu = {"gpu": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
-    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": platform.processor() or platform.machine(), **gpu}
+    return {"torch": torch.__version__, "threads": torch.get_num_threads(), "processor": _processor(), "cores": os.cpu_count(), **gpu}
+
+
+def _processor() -> str:
+    """Its name, where Linux tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def save(out: Path, results: dict[str, Any]) -> None:

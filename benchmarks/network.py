@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,13 @@ def on_all_hosts(bed: Bed, timeout: float, *arguments: str) -> dict[str, Any]:
     return found
 
 
+def rates_of(bed: Bed, rates: list[str]) -> Iterator[str]:
+    """Those rates, each when the links have it. Where nothing can be shaped there is one: that of loopback, and it is called so."""
+    for rate in rates if bed.shaped else [LOOPBACK]:
+        bed.set_rate(rate)
+        yield rate
+
+
 def exchange(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
     copies = {
         "one_peer_exponential": 1,
@@ -47,16 +56,16 @@ def exchange(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
     }
     rows = []
     with Bed(hosts, rates[0]) as bed:
-        for rate in rates:
-            bed.set_rate(rate)
+        for rate in rates_of(bed, rates):
             found = on_all_hosts(bed, 900, "exchange", "--repeats", str(repeats))
             for size, seconds in found["seconds"].items():
                 for what, spread in seconds.items():
-                    limit = copies[what] * int(size) / RATES[rate]
-                    rows.append(
-                        {"rate": rate, "bytes": int(size), "what": what, "limit": limit, **spread, "ratio": spread["median"] / limit}
-                    )
-                    beside = f"limit {limit:7.3f}  x{rows[-1]['ratio']:.2f}"
+                    row = {"rate": rate, "bytes": int(size), "what": what, **spread}
+                    if rate in RATES:
+                        row["limit"] = copies[what] * int(size) / RATES[rate]
+                        row["ratio"] = spread["median"] / row["limit"]
+                    rows.append(row)
+                    beside = f"limit {row['limit']:7.3f}  x{row['ratio']:.2f}" if "limit" in row else ""
                     print(f"{rate:>8} {int(size) / 1e6:5.0f} MB {what:22} {spread['median']:7.3f} s  {beside}", flush=True)
     return {"machine": found["machine"], "bed": bed.name, "rows": rows}
 
@@ -64,8 +73,7 @@ def exchange(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
 def step(hosts: int, rates: list[str], repeats: int, congestion: str) -> dict[str, Any]:
     rows = []
     with Bed(hosts, rates[0], congestion) as bed:
-        for rate in rates:
-            bed.set_rate(rate)
+        for rate in rates_of(bed, rates):
             found = on_all_hosts(bed, 600, "step", "--repeats", str(repeats))
             rows += _steps(rate, hosts, found["seconds"])
     return {"machine": found["machine"], "bed": bed.name, "parameters": PARAMETERS, "H": H, "rows": rows}
@@ -95,12 +103,14 @@ def _steps(rate: str, hosts: int, seconds: dict[str, Any]) -> list[dict[str, Any
 
 
 def growth(rate: str, repeats: int) -> dict[str, Any]:
+    """On links of one rate, and over loopback, which tells what of a step is the cores' own work."""
     rows = []
     for hosts in (2, 4, 8, 16):
-        with Bed(hosts, rate) as bed:
-            found = on_all_hosts(bed, 900, "step", "--repeats", str(repeats))
-        rows += _steps(rate, hosts, found["seconds"])
-    return {"machine": found["machine"], "parameters": PARAMETERS, "H": H, "rows": rows}
+        for links in (rate, LOOPBACK):
+            with Bed(hosts, links) as bed:
+                found = on_all_hosts(bed, 900, "step", "--repeats", str(repeats), "--without", "lazy", "crude")
+            rows += _steps(bed.rate, hosts, found["seconds"])
+    return {"machine": found["machine"], "bed": found["bed"], "parameters": PARAMETERS, "H": H, "rows": rows}
 
 
 def loopback(hosts: int, repeats: int) -> dict[str, Any]:
@@ -108,7 +118,7 @@ def loopback(hosts: int, repeats: int) -> dict[str, Any]:
     rows = []
     with Bed(hosts, LOOPBACK) as bed:
         for model in ("mlp", "resnet50"):
-            found = on_all_hosts(bed, 900, "step", "--model", model, "--repeats", str(repeats))
+            found = on_all_hosts(bed, 900, "step", "--model", model, "--repeats", str(repeats), "--without", "crude")
             rows += [{"model": model, **row} for row in _steps(LOOPBACK, hosts, found["seconds"])]
     return {"machine": found["machine"], "bed": bed.name, "H": H, "rows": rows}
 
@@ -116,7 +126,7 @@ def loopback(hosts: int, repeats: int) -> dict[str, Any]:
 def trace(hosts: int, rate: str) -> dict[str, Any]:
     with Bed(hosts, rate) as bed:
         found = on_all_hosts(bed, 120, "trace")
-    return {"machine": found["machine"], "bed": bed.name, "rate": rate, "traces": found["seconds"]}
+    return {"machine": found["machine"], "bed": bed.name, "rate": bed.rate, "traces": found["seconds"]}
 
 
 def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
@@ -127,9 +137,9 @@ def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
             found = on_all_hosts(bed, 900, "peers", "--repeats", str(repeats))
         ddp = min(row["median"] for name, row in found["seconds"].items() if name.startswith("DDP, bucket"))
         for name, row in found["seconds"].items():
-            rows.append({"rate": rate, "bed": found["bed"], "what": name, **row, "times_as_fast_as_ddp": ddp / row["median"]})
+            rows.append({"rate": bed.rate, "bed": found["bed"], "what": name, **row, "times_as_fast_as_ddp": ddp / row["median"]})
             beside = f"{ddp / row['median']:.2f} x DDP  consensus {row['consensus']:.1e}"
-            print(f"{rate:>8} {name:24} {1e3 * row['median']:5.0f} ms  {beside}", flush=True)
+            print(f"{bed.rate:>8} {name:24} {1e3 * row['median']:5.0f} ms  {beside}", flush=True)
     return {"machine": found["machine"], "hosts": hosts, "parameters": PARAMETERS, "H": H, "rows": rows}
 
 
@@ -142,6 +152,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the bed is taken down then too
     if options.what == "exchange":
         results = exchange(options.hosts, options.rates or list(RATES), options.repeats)
     elif options.what == "step":
@@ -154,7 +165,8 @@ def main() -> None:
         results = peers(options.hosts, options.rates or ["500mbit", "1gbit", LOOPBACK], options.repeats)
     else:
         results = growth((options.rates or ["500mbit"])[0], options.repeats)
-    save(options.out or HERE / "results" / f"network-{options.what}.json", results)
+    shaped = options.what == "loopback" or any(row.get("rate") != LOOPBACK for row in results.get("rows", [results]))
+    save(options.out or HERE / "results" / f"network-{options.what}{'' if shaped else '-over-loopback'}.json", results)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rumor
-from contestants import consensus, ours
+from contestants import consensus, ours, take_turns
 from measure import machine, save
 from peers import peers
 from trace_steps import trace
@@ -34,22 +33,8 @@ Step = Callable[[], object]
 Build = Callable[[], tuple[nn.Module, Callable[..., None]]]  # a model, and a training step of it, or of it in DDP
 BUCKETS_MB = (1, 4, 25)  # DDP's bucket_cap_mb: it is always given the one that suits it best
 H = 6
+TURN = 4 * H  # steps
 BESIDE_PEERS = ("computing alone", "DDP", "Local SGD", "Gossip SGD", "OSGP", "SlowMo", "Gossip-PGA")  # without AGA, whose period is not H
-
-
-def timed(contestants: dict[str, Step], calls: int, repeats: int, warm_up: int = 1) -> dict[str, dict[str, float]]:
-    """Seconds of a call: all contestants take turns of `calls` calls in a row, all hosts start together and the slowest counts."""
-    times: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(warm_up + repeats):
-        for name, step in contestants.items():
-            dist.barrier()
-            began = time.perf_counter()
-            for _ in range(calls):
-                step()
-            dist.barrier()
-            if turn >= warm_up:
-                times[name].append((time.perf_counter() - began) / calls)
-    return {name: {"median": statistics.median(t), "fastest": min(t), "slowest": max(t)} for name, t in times.items()}
 
 
 def exchange(sizes: list[int], repeats: int) -> dict[str, Any]:
@@ -63,7 +48,7 @@ def exchange(sizes: list[int], repeats: int) -> dict[str, Any]:
         contestants["mean"] = rumor.Averager(_flat_model(size), rumor.parallel_sgd(n)).step
         plain = torch.randn(size // 4)
         contestants["gloo all_reduce"] = lambda plain=plain: dist.all_reduce(plain)  # type: ignore[misc]
-        found[str(size)] = timed(contestants, 1, repeats)
+        found[str(size)] = take_turns(contestants, 1, repeats)
     return found
 
 
@@ -104,7 +89,35 @@ def with_averager(build: Build, algorithm: rumor.GossipPGA, lazy: bool = False) 
     return lambda: (train(), averager.step())
 
 
-def step(repeats: int, build: Build) -> dict[str, Any]:
+def crude(build: Build, n: int, chunks: int = 8) -> Step:
+    """Gossip-PGA as one would write it in an evening: all is packed, all is exchanged, all is mixed, and all is unpacked."""
+    model, train = build()
+    x = nn.utils.parameters_to_vector(model.parameters()).detach()
+    received, k = torch.empty_like(x), 0
+
+    def step() -> None:
+        nonlocal k
+        train()
+        x.copy_(nn.utils.parameters_to_vector(model.parameters()).detach())
+        k += 1
+        if k % H == 0:
+            dist.all_reduce(x)
+            x.div_(n)
+        else:
+            hop = 2 ** ((k - 1) % math.ceil(math.log2(n)))
+            source, target = ((dist.get_rank() + sign * hop) % n for sign in (-1, 1))
+            works = [dist.irecv(part, source, tag=tag) for tag, part in enumerate(received.chunk(chunks))]
+            works += [dist.isend(part, target, tag=tag) for tag, part in enumerate(x.chunk(chunks))]
+            for work in works:
+                assert work is not None
+                work.wait()
+            x.lerp_(received, 0.5)
+        nn.utils.vector_to_parameters(x.clone(), model.parameters())
+
+    return step
+
+
+def step(repeats: int, build: Build, without: list[str]) -> dict[str, Any]:
     """A whole training step."""
     n = dist.get_world_size()
     graph = rumor.one_peer_exponential(n)
@@ -115,7 +128,9 @@ def step(repeats: int, build: Build) -> dict[str, Any]:
         contestants[f"{name}, delay=0"] = with_averager(build, algorithm(graph))
         contestants[f"{name}, delay=0, lazy"] = with_averager(build, algorithm(graph), lazy=True)
         contestants[f"{name}, delay=1"] = with_averager(build, algorithm(graph, delay=1))
-    return timed(contestants, 2 * H, repeats)
+    contestants["Gossip-PGA, crude"] = crude(build, n)
+    chosen = {name: step for name, step in contestants.items() if not any(word in name for word in without)}
+    return take_turns(chosen, TURN, repeats, H)
 
 
 def beside_peers(repeats: int) -> dict[str, Any]:
@@ -125,7 +140,7 @@ def beside_peers(repeats: int) -> dict[str, Any]:
     contestants = {name: make(_same_model) for name, make in {**makers, **peers(n, H)}.items()}
     torch.manual_seed(1 + dist.get_rank())
     x, y = torch.randn(256, 784), torch.randint(10, (256,))
-    times = timed({name: partial(contestant.step, x, y) for name, contestant in contestants.items()}, 2 * H, repeats)
+    times = take_turns({name: partial(contestant.step, x, y) for name, contestant in contestants.items()}, TURN, repeats, H)
     found = {}
     for name, contestant in contestants.items():
         found[name] = {"description": contestant.description, **times[name], "consensus": consensus(contestant)}
@@ -145,6 +160,7 @@ def main() -> None:
     parser.add_argument("what", choices=("exchange", "step", "peers", "trace"))
     parser.add_argument("--sizes", type=int, nargs="+", default=[8_000_000, 100_000_000])
     parser.add_argument("--model", choices=BUILDS, default="mlp")
+    parser.add_argument("--without", nargs="*", default=[], help="contestants of step that have one of these words in their name")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -152,7 +168,7 @@ def main() -> None:
     if options.what == "exchange":
         found = exchange(options.sizes, options.repeats)
     elif options.what == "step":
-        found = step(options.repeats, BUILDS[options.model])
+        found = step(options.repeats, BUILDS[options.model], options.without)
     else:
         found = beside_peers(options.repeats) if options.what == "peers" else trace(_same_model)
     if dist.get_rank() == 0:

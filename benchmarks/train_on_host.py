@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 import signal
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import fashion
-from contestants import Contestant, ours
+from contestants import Contestant, WithRumor, ours, take_turns
 from measure import machine, save
 
 Batches = Iterator[tuple[Tensor, Tensor]]
@@ -76,7 +75,7 @@ def run(name: str, make: Callable[..., Contestant], data: tuple[Tensor, Tensor],
     n, rank, seed, steps = dist.get_world_size(), dist.get_rank(), job["seed"], job["steps"]
     contestant = make(lambda: fashion.network(seed), lr=fashion.LR)
     models, seconds = train(contestant, fashion.batches(data, fashion.BATCH // n, 1_000 * seed + rank), steps)
-    rounds = contestant.averager.metrics.rounds if hasattr(contestant, "averager") else {}
+    rounds = contestant.averager.metrics.rounds if isinstance(contestant, WithRumor) else {}
     contestant.close()
     dist.all_reduce(seconds, dist.ReduceOp.MAX)  # the slowest host counts
     accuracy = accuracies(models, fashion.network(seed), test, job["test images"])
@@ -101,7 +100,7 @@ def train_all(job: dict[str, Any]) -> None:
 
 
 def time_all(job: dict[str, Any]) -> None:
-    """Seconds of a step. All take turns of `calls` steps; a turn is long, since with delay=1 one message in a turn travels unseen."""
+    """Seconds of a step of each, and of an all-reduce."""
     n, rank = dist.get_world_size(), dist.get_rank()
     batches = fashion.batches(fashion.shard(Path(job["data"]), rank, n, 0), fashion.BATCH // n, rank)
     made = contestants(n, fashion.STEPS, wanted=job["methods"])
@@ -111,19 +110,8 @@ def time_all(job: dict[str, Any]) -> None:
         steps[name] = lambda contestant=contestant: contestant.step(*next(batches))  # type: ignore[misc]
     gradient = torch.randn(fashion.bytes_of_model() // 4)
     steps["all-reduce alone"] = lambda: dist.all_reduce(gradient)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(1 + job["repeats"]):
-        for name, step in steps.items():
-            calls = job["calls"] if turn else fashion.H  # the first turn warms up
-            dist.barrier()
-            began = time.perf_counter()
-            for _ in range(calls):
-                step()
-            dist.barrier()
-            if turn:
-                times[name].append((time.perf_counter() - began) / calls)
+    spread = take_turns(steps, job["calls"], job["repeats"], fashion.H)
     if rank == 0:
-        spread = {name: {"median": statistics.median(t), "fastest": min(t), "slowest": max(t)} for name, t in times.items()}
         save(Path(job["out"]), {"machine": machine(), "bed": os.environ.get("RUMOR_BED", ""), "seconds": spread})
 
 
