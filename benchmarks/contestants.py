@@ -18,24 +18,25 @@ from rumor.algorithm import Algorithm
 Build = Callable[[], nn.Module]  # the same model on every host
 
 
-def take_turns(
-    steps: Mapping[str, Callable[[], object]], calls: int, repeats: int, warm_up: int | None = None
-) -> dict[str, dict[str, float]]:
-    """Seconds of a step: each has turns of `calls` steps in a row, after one of `warm_up`; all hosts start together, the slowest counts.
+def take_turns(steps: Mapping[str, Callable[[], object]], calls: int, repeats: int, lead_in: int = 0) -> dict[str, dict[str, float]]:
+    """Seconds of a step: each has turns of `calls` steps in a row; all hosts start together, and the slowest counts.
 
-    A turn should be long: with delay=1 its last message has nothing to hide behind.
+    `lead_in` steps come before the clock starts, and the clock stops before hosts meet again: a message that is under way when a step
+    returns (delay=1, lazy) was under way at the start as well, so it counts once. A first turn of lead-in alone warms up.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(1 + repeats):
         for name, step in steps.items():
-            length = calls if turn or warm_up is None else warm_up
             dist.barrier()
-            began = time.perf_counter()
-            for _ in range(length):
+            for _ in range(max(lead_in, turn == 0)):
                 step()
-            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(calls if turn else 0):
+                step()
+            took = torch.tensor((time.perf_counter() - began) / calls, dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn:
-                times[name].append((time.perf_counter() - began) / length)
+                times[name].append(took.item())
     return {name: {"median": statistics.median(t), "fastest": min(t), "slowest": max(t)} for name, t in times.items()}
 
 

@@ -33,7 +33,7 @@ Step = Callable[[], object]
 Build = Callable[[], tuple[nn.Module, Callable[..., None]]]  # a model, and a training step of it, or of it in DDP
 BUCKETS_MB = (1, 4, 25)  # DDP's bucket_cap_mb: it is always given the one that suits it best
 H = 6
-TURN = 4 * H  # steps
+TURN = 2 * H  # steps
 BESIDE_PEERS = ("computing alone", "DDP", "Local SGD", "Gossip SGD", "OSGP", "SlowMo", "Gossip-PGA")  # without AGA, whose period is not H
 
 

@@ -34,7 +34,7 @@ def main() -> None:
     if options.H < 1 or options.repeats < 1:
         parser.error(f"--H and --repeats must be at least 1, got {options.H} and {options.repeats}")
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-    found = take_turns(contestants(dist.get_world_size(), options.H), 3 * options.H, options.repeats)
+    found = take_turns(contestants(dist.get_world_size(), options.H), 3 * options.H, options.repeats, options.H)
     if dist.get_rank() == 0:
         for name, spread in found.items():
             print(f"{name:24} {1e3 * spread['median']:6.0f} ms   ({1e3 * spread['fastest']:.0f} to {1e3 * spread['slowest']:.0f})")
