@@ -6,7 +6,8 @@
 
 It first finds the link rates at which an all-reduce takes 1.9 and 3.3 times as long as computing (the paper's Table 17), times a step
 there, then trains every method with every seed, and last times a step at the rates of the bandwidth curve. What is finished is kept in
---runs and not measured again. Writes benchmarks/results/accuracy.json and the pictures; page.py makes the tables.
+--runs and not measured again (it can't tell one version of the code from another: give a new one a folder of its own).
+Writes benchmarks/results/accuracy.json and the pictures; page.py makes the tables.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Study:
         """Beside the runs: Table 17 and the curve."""
         if None in self.ratios:
             return []
-        return [self.at_ratio(hosts, ratio) for hosts in self.hosts for ratio in RATIOS] + [self.at_rate(rate) for rate in CURVE]
+        curve = [self.at_rate(rate) for rate in CURVE] if CURVE_HOSTS in self.hosts else []
+        return [self.at_ratio(hosts, ratio) for hosts in self.hosts for ratio in RATIOS] + curve
 
 
 def on_all_hosts(bed: Bed, job: dict[str, Any], timeout: float) -> None:
@@ -191,8 +193,8 @@ def measure(study: Study) -> None:
                 for seed in range(study.seeds):
                     for ratio in study.ratios:
                         train(bed, study, ratio, seed, bar)
-        for rate in CURVE if study.timings() else ():
-            if not study.at_rate(rate).exists():
+        for rate in CURVE:
+            if study.at_rate(rate) in study.timings() and not study.at_rate(rate).exists():
                 bar.set_description(f"a step at {rate}")
                 with Bed(CURVE_HOSTS, rate) as bed:
                     timing = time_steps(bed, study.data, TIMED, 2)

@@ -14,6 +14,7 @@ import numpy as np
 
 import reached
 from bed import LOOPBACK
+from limits import bytes_per_second, shown
 from rumor.files import replacing
 from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
@@ -115,11 +116,11 @@ def _over_bandwidth(results: dict[str, Any], plt: Any) -> Any:
 def _bits(rate: str) -> float:
     if rate == LOOPBACK:
         return UNSHAPED
-    return float(rate[:-4]) * (1e9 if rate.endswith("gbit") else 1e6)
+    return 8 * bytes_per_second(rate)
 
 
 def _label(rate: str) -> str:
-    return "loopback,\nunshaped" if rate == LOOPBACK else rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+    return "loopback,\nunshaped" if rate == LOOPBACK else shown(rate)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fashion
 import reached
+from limits import shortest_step, shown
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 
@@ -34,7 +36,7 @@ def iteration(results: Results) -> str:
         ms = {name: 1e3 * spread["median"] for name, spread in timing["seconds"].items()}
         alone = ms["computing alone"]
         cells = [_beyond(ms[name], alone) for name in (reached.best_ddp(timing["seconds"]), *GOSSIP)]
-        rows.append(_iteration_row(f"{timing['hosts']} hosts, {_rate(timing['rate'])}", ms["all-reduce alone"] / alone, alone, cells))
+        rows.append(_iteration_row(f"{timing['hosts']} hosts, {shown(timing['rate'])}", ms["all-reduce alone"] / alone, alone, cells))
     return tables.as_text(rows)
 
 
@@ -67,9 +69,23 @@ def to_target(results: Results, hosts: int) -> str:
                 f"{row['seconds']:.1f} ({row['times as fast, whole run']:.2f})" if row else "-"
             )
             cells[f"{title}: to target, s"] = _seconds(row) if row else "-"
-            cells[f"{title}: times as fast to target"] = _times(row["times as fast, to target"]) if row else "-"
+            cells[f"{title}: times as fast to target"] = (
+                _times(row["times as fast, to target"]) + _ceiling(results, row, hosts, ratio) if row else "-"
+            )
         rows.append(cells)
     return tables.as_text(rows)
+
+
+def _ceiling(results: Results, row: dict[str, Any], hosts: int, ratio: float | None) -> str:
+    """How many times as fast as DDP its steps could be at most."""
+    timing = next((t for t in results["ratios"] if (t["hosts"], t["ratio"]) == (hosts, ratio)), None)
+    if timing is None or not row["times as fast, to target"]:
+        return ""
+    seconds, settings = timing["seconds"], results["settings"]
+    shortest = shortest_step(
+        row["method"], hosts, fashion.H, 4 * settings["parameters"], timing["rate"], seconds["computing alone"]["median"]
+    )
+    return f" of {seconds[reached.best_ddp(seconds)]['median'] / shortest:.2f}"
 
 
 def _seconds(row: dict[str, Any]) -> str:
@@ -98,13 +114,9 @@ def bandwidth(results: Results) -> str:
     rows: list[tables.Row] = []
     for method in dict.fromkeys(point["method"] for point in points):
         own = {point["rate"]: point["seconds"] for point in reached.pick(points, method=method)}
-        cells = {_rate(rate): f"{own[rate]:.1f} ({_times(parallel[rate] / own[rate])})" if own[rate] < math.inf else "" for rate in rates}
+        cells = {shown(rate): f"{own[rate]:.1f} ({_times(parallel[rate] / own[rate])})" if own[rate] < math.inf else "" for rate in rates}
         rows.append({"s to target (times as fast)": NAMES.get(method, method), **cells})
     return tables.as_text(rows)
-
-
-def _rate(rate: str) -> str:
-    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
 
 
 def target_line(results: Results) -> str:

@@ -60,23 +60,20 @@ def mixing(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     tensors = [p.detach().to("cuda", dtype) for p in model.parameters()]
     x = Flat(tensors, room)
     sent = [x.read(b) for b in range(len(x))]
-    towards = [torch.randn_like(s, dtype=torch.float32) for s in sent]
-    d, wide = sum(t.numel() for t in tensors), torch.float32.itemsize
+    received = [torch.randn_like(s) for s in sent]
+    finite = torch.ones(1, dtype=torch.bool, device="cuda")  # as the head of a message tells
+    d = sum(t.numel() for t in tensors)
     flat, other = (torch.empty(d, dtype=dtype, device="cuda") for _ in range(2))
     copy = 2 * d * dtype.itemsize / seconds(lambda: other.copy_(flat))
-    whole = dtype == torch.float32  # half precision is summed in float32, and written as it is
-    ways: dict[str, tuple[int, Callable[[int], object]]] = {
-        "pack": (2 * dtype.itemsize, x.read),
-        "mix, delay=0": (
-            (3 if whole else 1) * dtype.itemsize + (0 if whole else wide),
-            lambda b: x.pull(b, Pull(towards[b], 0.5 if whole else 1.0)),
-        ),
-        "mix, delay=1": (3 * dtype.itemsize + wide, lambda b: x.pull(b, Pull(towards[b], 0.5), sent[b])),
+    ways: dict[str, tuple[int, Callable[[int], object]]] = {  # and how often each number is read or written
+        "pack": (2, x.read),
+        "mix, delay=0": (3, lambda b: x.pull(b, Pull(received[b], 0.5, finite))),
+        "mix, delay=1": (4, lambda b: x.pull(b, Pull(received[b], 0.5, finite), sent[b])),
     }
     found: dict[str, Any] = {"parameters": d, "tensors": len(tensors), "buckets": len(x), "copy_bytes_per_second": copy}
-    for name, (bytes_each, way) in ways.items():
+    for name, (times, way) in ways.items():
         took = seconds(lambda way=way: [way(b) for b in range(len(x))])
-        found[name] = {"seconds": took, "share_of_copy": bytes_each * d / took / copy}
+        found[name] = {"seconds": took, "share_of_copy": times * dtype.itemsize * d / took / copy}
     return found
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import sys
 import tempfile
@@ -23,12 +24,13 @@ from pathlib import Path
 from typing import Any
 
 from bed import CONGESTION, LOOPBACK, Bed
+from limits import bytes_per_second, copies_sent, shortest_step
 from measure import save
 
 HERE = Path(__file__).parent
 PARAMETERS = 1_863_690  # of examples/model_to_plan.py
 H = 6
-RATES = {"200mbit": 25e6, "500mbit": 62.5e6, "1gbit": 125e6}  # bytes/s
+RATES = ("200mbit", "500mbit", "1gbit")
 
 
 def on_all_hosts(bed: Bed, timeout: float, *arguments: str) -> dict[str, Any]:
@@ -47,13 +49,7 @@ def rates_of(bed: Bed, rates: list[str]) -> Iterator[str]:
 
 
 def exchange(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
-    copies = {
-        "one_peer_exponential": 1,
-        "ring": 2,
-        "exponential": 2,
-        "mean": 2 * (hosts - 1) / hosts,
-        "gloo all_reduce": 2 * (hosts - 1) / hosts,
-    }
+    copies = {"one_peer_exponential": 1.0, "ring": 2.0, "exponential": 2.0}
     rows = []
     with Bed(hosts, rates[0]) as bed:
         for rate in rates_of(bed, rates):
@@ -61,8 +57,8 @@ def exchange(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
             for size, seconds in found["seconds"].items():
                 for what, spread in seconds.items():
                     row = {"rate": rate, "bytes": int(size), "what": what, **spread}
-                    if rate in RATES:
-                        row["limit"] = copies[what] * int(size) / RATES[rate]
+                    if bed.shaped:
+                        row["limit"] = (copies.get(what) or copies_sent(what, hosts, 1)) * int(size) / bytes_per_second(rate)
                         row["ratio"] = spread["median"] / row["limit"]
                     rows.append(row)
                     beside = f"limit {row['limit']:7.3f}  x{row['ratio']:.2f}" if "limit" in row else ""
@@ -81,22 +77,19 @@ def step(hosts: int, rates: list[str], repeats: int, congestion: str) -> dict[st
 
 def _steps(rate: str, hosts: int, seconds: dict[str, Any]) -> list[dict[str, Any]]:
     """Each contestant beside max(computing, bytes / rate), and DDP at its best bucket size."""
-    compute = seconds["computing alone"]["median"]
-    ddp = min(spread["median"] for name, spread in seconds.items() if name.startswith("DDP"))
+    compute, is_link = seconds["computing alone"]["median"], bytes_per_second(rate) < math.inf
+    ddp = min(spread["median"] for name, spread in seconds.items() if name.startswith("DDP, bucket"))
     rows = []
     for name, spread in seconds.items():
         row = {"rate": rate, "hosts": hosts, "what": name, **spread, "times_as_fast_as_ddp": ddp / spread["median"]}
-        if rate in RATES:
-            gossip = 4 * PARAMETERS / RATES[rate]
-            mean = 2 * (hosts - 1) / hosts * gossip
-            sent = {"Gossip,": gossip, "Gossip-PGA,": ((H - 1) * gossip + mean) / H, "DDP,": mean}.get(name.split(" ")[0], 0.0)
-            row["limit"] = max(compute, sent)
+        if is_link:
+            row["limit"] = shortest_step(name, hosts, H, 4 * PARAMETERS, rate, compute)
             row["ratio"] = spread["median"] / row["limit"]
             row["ceiling"] = ddp / row["limit"]  # of what it could be times as fast as DDP
         rows.append(row)
-        beside = f"limit {1e3 * row['limit']:4.0f}  x{row['ratio']:.2f}" if "limit" in row else ""
+        beside = f"limit {1e3 * row['limit']:4.0f}  x{row['ratio']:.2f}" if is_link else ""
         print(
-            f"{hosts:3} hosts {rate:>8} {name:24} {1e3 * spread['median']:5.0f} ms  {beside}  {row['times_as_fast_as_ddp']:.2f} x DDP",
+            f"{hosts:3} hosts {rate:>8} {name:26} {1e3 * spread['median']:5.0f} ms  {beside}  {row['times_as_fast_as_ddp']:.2f} x DDP",
             flush=True,
         )
     return rows
@@ -135,11 +128,7 @@ def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
     for rate in rates:
         with Bed(hosts, rate) as bed:
             found = on_all_hosts(bed, 900, "peers", "--repeats", str(repeats))
-        ddp = min(row["median"] for name, row in found["seconds"].items() if name.startswith("DDP, bucket"))
-        for name, row in found["seconds"].items():
-            rows.append({"rate": bed.rate, "bed": found["bed"], "what": name, **row, "times_as_fast_as_ddp": ddp / row["median"]})
-            beside = f"{ddp / row['median']:.2f} x DDP  consensus {row['consensus']:.1e}"
-            print(f"{bed.rate:>8} {name:24} {1e3 * row['median']:5.0f} ms  {beside}", flush=True)
+        rows += [{"bed": found["bed"], **row} for row in _steps(bed.rate, hosts, found["seconds"])]
     return {"machine": found["machine"], "hosts": hosts, "parameters": PARAMETERS, "H": H, "rows": rows}
 
 

@@ -16,18 +16,24 @@ sys.path.insert(0, str(ROOT / "experiments"))
 
 import accuracy_tables  # noqa: E402
 import pictures  # noqa: E402
+from bed import LOOPBACK  # noqa: E402
+from limits import shown  # noqa: E402
 from logistic import tables  # noqa: E402
 
+ALONE = "computing alone"
 MIXING = ("pack", "mix, delay=0", "mix, delay=1")
 NAMES = {"one_peer_exponential": "gossip, one peer", "ring": "gossip, ring", "exponential": "gossip, exponential", "mean": "average of all"}
 
 
 def exchange(results: dict[str, Any]) -> list[list[str]]:
-    rows = [["", "MB", *(rate for rate in _rates(results))]]
+    rows = [["", "MB", *_rates(results)]]
     for what in dict.fromkeys(row["what"] for row in results["rows"]):
         for size in dict.fromkeys(row["bytes"] for row in results["rows"]):
             found = [row for row in results["rows"] if (row["what"], row["bytes"]) == (what, size)]
-            cells = [f"{row['median']:.3g} s, limit {row['limit']:.3g}: **{row['ratio']:.2f}**" for row in found]
+            spread = ((row["fastest"] / row["limit"], row["slowest"] / row["limit"]) for row in found)
+            cells = [
+                f"{row['median']:.3g} s: **{row['ratio']:.2f}** ({a:.2f} to {b:.2f})" for row, (a, b) in zip(found, spread, strict=True)
+            ]
             rows.append([NAMES.get(what, what), f"{size / 1e6:.0f}", *cells])
     return rows
 
@@ -65,21 +71,28 @@ def mixing(results: dict[str, Any]) -> list[list[str]]:
 
 
 def host(results: dict[str, Any]) -> list[list[str]]:
-    """Of gpu.json: a step of the Averager alone, with a neighbour that echoes."""
-    rows = [["", "delay", "host, ms", "device, ms"]]
+    """Of gpu.json: a step of the Averager, alone with a neighbour that echoes, and of processes that share the GPU over gloo."""
+    rows = [["", "delay", "averager.step(), host, ms", "device, ms", "whole training step, ms"]]
     for model, delays in results["step, alone"].items():
-        rows += [[model, delay[-1], f"{1e3 * took['host']:.1f}", f"{1e3 * took['device']:.1f}"] for delay, took in delays.items()]
+        rows += [[model, delay[-1], f"{1e3 * took['host']:.1f}", f"{1e3 * took['device']:.1f}", "-"] for delay, took in delays.items()]
+    gloo = results["step, gloo"]
+    for delay in ("delay=0", "delay=1"):
+        took, name = gloo[delay], f"gloo, {gloo['processes']} processes on the one GPU: ResNet-50"
+        rows.append([name, delay[-1], f"{1e3 * took['host in averager.step']:.0f}", "-", f"{1e3 * took['step']:.0f}"])
     return rows
 
 
 def growth(results: dict[str, Any]) -> list[list[str]]:
+    """ms on the links; in brackets what that is beyond computing alone, and how much is beyond it over loopback, where only cores work."""
     hosts = list(dict.fromkeys(row["hosts"] for row in results["rows"]))
+    ms = {(row["what"], row["hosts"], row["rate"] == LOOPBACK): 1e3 * row["median"] for row in results["rows"]}
     rows = [["ms a step", *(f"{n} hosts" for n in hosts)]]
-    alone = {row["hosts"]: row["median"] for row in results["rows"] if row["what"] == "computing alone"}
     for what in dict.fromkeys(row["what"] for row in results["rows"]):
-        found = {row["hosts"]: row["median"] for row in results["rows"] if row["what"] == what}
-        beyond = "" if what == "computing alone" else " (+{:.0f})"
-        rows.append([what, *(f"{1e3 * found[n]:.0f}{beyond.format(1e3 * (found[n] - alone[n]))}" for n in hosts)])
+        cells = []
+        for n in hosts:
+            beyond, cores = (ms[what, n, where] - ms[ALONE, n, where] for where in (False, True))
+            cells.append(f"{ms[what, n, False]:.0f}" + ("" if what == ALONE else f" (+{beyond:.0f}, cores {cores:+.0f})"))
+        rows.append([what, *cells])
     return rows
 
 
@@ -87,11 +100,15 @@ def peers(results: dict[str, Any]) -> list[list[str]]:
     rows = [["", *_rates(results), "from the mean", "settings, and what was replaced"]]
     for what in dict.fromkeys(row["what"] for row in results["rows"]):
         found = [row for row in results["rows"] if row["what"] == what]
-        cells = [f"{_range(row)}: **{row['times_as_fast_as_ddp']:.2f}**" for row in found]
+        cells = [f"{_range(row)}: **{row['times_as_fast_as_ddp']:.2f}**{_ceiling(row)}" for row in found]
         apart, finished = (max(row[when] for row in found) for when in ("consensus", "consensus_finished"))
         distance = f"{apart:.0e}" + (f", {finished:.0e} after `finish()`" if finished != apart else "")
         rows.append([what, *cells, distance.replace("0e+00", "0"), found[0]["description"]])
     return rows
+
+
+def _ceiling(row: dict[str, Any]) -> str:
+    return f" of {row['ceiling']:.2f}" if "ceiling" in row else ""
 
 
 def _range(row: dict[str, Any]) -> str:
@@ -99,7 +116,7 @@ def _range(row: dict[str, Any]) -> str:
 
 
 def _rates(results: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["rate"].replace("mbit", " Mbit/s").replace("gbit", " Gbit/s") for row in results["rows"]))
+    return list(dict.fromkeys(shown(row["rate"]) for row in results["rows"]))
 
 
 def results_of(name: str) -> dict[str, Any]:
@@ -130,6 +147,7 @@ def filled_in(text: str) -> str:
 if __name__ == "__main__":
     page = ROOT / "docs" / "performance.md"
     tables.write(page, filled_in(page.read_text()))
-    for name, draw in {"trace": pictures.draw_trace, "peers": pictures.draw_peers}.items():
+    drawn = {"trace": pictures.draw_trace, "peers": pictures.draw_steps, "step": pictures.draw_steps, "growth": pictures.draw_growth}
+    for name, draw in drawn.items():
         if (RESULTS / f"network-{name}.json").exists():
             draw(results_of(name), ROOT / "docs" / "performance" / f"{name}.png")

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from limits import shown
 from rumor.files import replacing
 from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY
 
-LIBRARIES = {"Rumor": BLUE, "PyTorch": SKY, "torchft": ORANGE, "fairscale": GREEN, "no communication": "#999999"}
+LIBRARIES = {"Rumor": BLUE, "PyTorch": SKY, "torchft": ORANGE, "fairscale": GREEN, "by hand": PURPLE, "no communication": "#999999"}
 
 
 def library(name: str) -> str:
     if name == "computing alone":
         return "no communication"
+    if "crude" in name:
+        return "by hand"
     if name.startswith("DDP") or "(torch)" in name:
         return "PyTorch"
     return next((library for library in ("torchft", "fairscale") if f"({library})" in name), "Rumor")
@@ -27,8 +30,9 @@ def of_rate(rows: list[dict[str, Any]], rate: str) -> dict[str, dict[str, Any]]:
     return {"DDP" if name == best else name: row for name, row in found.items() if name == best or name not in plain}
 
 
-def draw_peers(results: dict[str, Any], path: Path) -> None:
-    """ms of a training step: a panel for each rate, fastest first in the leftmost, whiskers from the fastest turn to the slowest."""
+def draw_steps(results: dict[str, Any], path: Path) -> None:
+    """ms of a training step: a panel for each rate, fastest first in the leftmost, whiskers from the fastest turn to the slowest; a tick
+    in each bar where the limit is."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -42,14 +46,43 @@ def draw_peers(results: dict[str, Any], path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(rates), figsize=size, sharey=True, layout="constrained", squeeze=False)
     for panel, found, rate in zip(axes[0], panels, rates, strict=True):
         _draw_bars(panel, names, found)
-        panel.set_title(rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s").replace("loopback", "loopback, unshaped"))
+        panel.set_title(shown(rate).replace("loopback", "loopback, unshaped"))
     axes[0][0].invert_yaxis()
-    patches = [Patch(color=color, label=name) for name, color in LIBRARIES.items()]
+    shown_here = {library(name) for name in names}
+    patches = [Patch(color=color, label=name) for name, color in LIBRARIES.items() if name in shown_here]
     ddp = pyplot.Line2D([], [], color=BLACK, linestyle="--", linewidth=1, label="DDP at its best bucket size")
-    figure.legend(handles=[*patches, ddp], loc="outside lower center", ncols=6, frameon=False)
+    limit = pyplot.Line2D([], [], color="white", marker="|", markeredgecolor=BLACK, markersize=10, label="max(computing, bytes / rate)")
+    figure.legend(handles=[*patches, ddp, limit], loc="outside lower center", ncols=4, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside:
         figure.savefig(aside, dpi=160, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def draw_growth(results: dict[str, Any], path: Path) -> None:
+    """ms of a step over the number of hosts, on the links and over loopback, where only the cores take time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    looks = {"DDP": BLACK, "Gossip, delay=1": ORANGE, "Gossip-PGA, delay=1": BLUE, "computing alone": "#999999"}
+    rates = list(dict.fromkeys(row["rate"] for row in results["rows"]))
+    figure, axes = pyplot.subplots(1, len(rates), figsize=(4.6 * len(rates), 3.8), sharey=True, layout="constrained")
+    for axis, rate in zip(axes, rates, strict=True):
+        hosts = list(dict.fromkeys(row["hosts"] for row in results["rows"]))
+        found = [of_rate([row for row in results["rows"] if row["hosts"] == n], rate) for n in hosts]
+        for name, color in looks.items():
+            axis.plot(hosts, [1e3 * at[name]["median"] for at in found], "o-", color=color, label=name, markersize=4)
+        axis.set(title=shown(rate).replace("loopback", "loopback: the cores alone"), xlabel="hosts", xscale="log", ylim=(0, None))
+        axis.set_xticks(hosts, [str(n) for n in hosts])
+        axis.set_xticks([], minor=True)
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("ms a step")
+    axes[0].legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        figure.savefig(aside, dpi=130)
     pyplot.close(figure)
 
 
@@ -60,6 +93,8 @@ def _draw_bars(axes: Any, names: list[str], found: dict[str, dict[str, Any]]) ->
     beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
     for at, (value, above) in enumerate(zip(median, spread[1], strict=True)):
         axes.annotate(f"{value:.0f}", (value + above, at), bbox={"color": "white", "pad": 0.8}, **beside)  # the line goes behind it
+    limits = [(1e3 * found[name]["limit"], at) for at, name in enumerate(names) if "limit" in found[name]]
+    axes.scatter([x for x, _ in limits], [at for _, at in limits], marker="|", s=90, color=BLACK, linewidth=1.5, zorder=3)
     axes.axvline(1e3 * found["DDP"]["median"], color=BLACK, linestyle="--", linewidth=1)
     axes.set(xlabel="ms a step", xlim=(0, 1.15 * max(m + a for m, a in zip(median, spread[1], strict=True))))
     axes.grid(axis="x", alpha=0.3)

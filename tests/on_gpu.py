@@ -20,7 +20,8 @@ from torch import nn
 
 import rumor
 import rumor.averager
-from rumor.engine import Leaves
+from rumor.engine import Leaves, Pull
+from rumor.flat import Flat
 from tests.cluster import Cluster
 from tests.nodes import ALGORITHMS as NODES
 from tests.nodes import MODELS, averager_of, train_here, wrapped
@@ -140,6 +141,31 @@ def nodes_of_two_that_share_the_gpu_equal_the_simulator() -> None:
         cluster.stop()
 
 
+def one_fused_pass_equals_several() -> None:
+    """Every dtype, pieces of odd sizes and places, with and without what was sent, finite or not."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        whole = torch.randn(40_000, device=CUDA).to(dtype)
+        cuts = [0, 1, 8, 4105, 4106, 20_000, 20_013, 40_000]
+        for sent, finite, weight in itertools.product((False, True), (None, True, False), (0.5, 1 / 3)):
+            pieces = [whole[a:b].clone() for a, b in itertools.pairwise(cuts)]
+            x = Flat(pieces, lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
+            towards, gone = (torch.randn(40_000, device=CUDA).to(dtype) for _ in range(2))
+            assert x._buckets[0].spread is not None
+            assert len(x) == 1
+            assert torch.equal(x.read(0), whole)
+            flag = None if finite is None else torch.tensor([finite], device=CUDA)
+            if finite is False:
+                towards[7] = float("nan")
+            change = (towards.double() - (gone if sent else whole).double()) * (0 if finite is False else weight)
+            expected = whole.double() + (torch.zeros_like(change) if finite is False else change)
+            x.pull(0, Pull(towards, weight, flag), gone if sent else None)
+            found = torch.cat(pieces).double()
+            assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max(), (dtype, sent, finite, weight)
+            x.write(0, gone)
+            assert torch.equal(torch.cat(pieces), gone)
+        print(f"    {dtype}")
+
+
 def stacked_gossip_on_the_gpu() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for topology in (rumor.ring(64), rumor.one_peer_exponential(50), rumor.exponential(33)):
@@ -183,7 +209,9 @@ def nccl_path_never_waits_for_the_device_on_a_gossip_step() -> None:
         alone.finish()
         assert alone.consensus_distance() == 0
     real, rumor.averager.ProcessGroup = rumor.averager.ProcessGroup, Echo  # type: ignore[misc]
-    methods = (rumor.gossip_sgd(rumor.ring(4)), rumor.gossip_sgd(rumor.exponential(4), delay=1), rumor.osgp(rumor.ring(4)))
+    several, one = (rumor.ring(4), rumor.exponential(4)), rumor.one_peer_exponential(4)
+    methods = (rumor.gossip_sgd(several[0]), rumor.gossip_sgd(several[1], delay=1), rumor.osgp(several[0]))
+    methods += (rumor.gossip_sgd(one), rumor.gossip_sgd(one, delay=1))
     for algorithm, local_group in itertools.product(methods, (None, world)):  # inside a node, too, it must not wait
         model = nn.Sequential(nn.Linear(500, 500), nn.Linear(500, 20)).cuda()
         averager = rumor.Averager(model, algorithm, group=world, local_group=local_group)
@@ -234,6 +262,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     for check in (
         simulator_on_the_gpu_equals_the_cpu,
+        one_fused_pass_equals_several,
         stacked_gossip_on_the_gpu,
         processes_that_share_the_gpu_equal_the_simulator,
         nodes_of_two_that_share_the_gpu_equal_the_simulator,

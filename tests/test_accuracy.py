@@ -149,11 +149,11 @@ def test_missing_data_are_one_clear_line(tmp_path: Path):
 def test_a_quick_run_over_loopback_and_again_without_measuring(tmp_path: Path):
     (tmp_path / "data").mkdir()
     write_data(tmp_path / "data")
-    arguments = ["--quick", "--data", str(tmp_path), "--runs", str(tmp_path / "runs")]
+    methods = ("DDP", "Gossip-PGA", "Gossip-PGA, delay=1", "PostLocalSGD (torch)")
+    arguments = ["--quick", "--data", str(tmp_path), "--runs", str(tmp_path / "runs"), "--methods", *methods]
     done = start(*arguments)
     assert done.returncode == 0, done.stderr
     results = json.loads((tmp_path / "runs" / "accuracy.json").read_text())
-    methods = ("DDP", "Gossip-PGA", "Gossip-PGA, delay=1")
     assert {(run["method"], run["seed"]) for run in results["runs"]} == {(name, seed) for name in methods for seed in (0, 1)}
     for run in results["runs"]:
         assert len(run["steps"]) == len(run["seconds"]) == len(run["accuracy"])

@@ -68,19 +68,22 @@ class Gossip(Pending):
     own: bool
     _pull: Pull | None = None
 
-    def arrived(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """Payload, scalars and weight of each neighbour's message; what is not finite is replaced by this node's own."""
-        engine, own = self.engine, self.channel.out
-        engine._arrive(self.channel, self.works, gossiping(self.links, self.k))
+    def heard(self) -> Iterator[tuple[Message, Tensor, float, bool | Tensor]]:
+        """Each neighbour's message, its payload, its weight, and whether it is finite, as far as the host knows that."""
+        self.engine._arrive(self.channel, self.works, gossiping(self.links, self.k))
         for place, (message, (node, _, w)) in enumerate(zip(self.inbox, self.links.receive, strict=True)):
-            finite = engine._alarm.hear(message, node, self.k)
+            finite = self.engine._alarm.hear(message, node, self.k)
+            yield message, self.channel.mixable(place, message) if finite is not False else self.channel.own, w, finite
+
+    def arrived(self) -> Iterator[tuple[Tensor, Tensor, float]]:
+        """Payload, scalars and weight of each; what is not finite is replaced by this node's own."""
+        own = self.channel.out
+        for message, payload, w, finite in self.heard():
             if isinstance(finite, Tensor):
-                payload = torch.where(finite, message.payload, own.payload)
-                yield payload, torch.where(finite, message.scalars(self.scalars), own.scalars(self.scalars)), w
-            elif finite:
-                yield self.channel.mixable(place, message), message.scalars(self.scalars), w
+                theirs = torch.where(finite, message.scalars(self.scalars), own.scalars(self.scalars))
+                yield torch.where(finite, payload, own.payload), theirs, w
             else:
-                yield self.channel.own, own.scalars(self.scalars), w
+                yield payload, (message if finite else own).scalars(self.scalars), w
 
     def wait(self) -> Mixed:
         x = self.channel.own
@@ -96,9 +99,12 @@ class Gossip(Pending):
     def pull(self) -> Pull:
         """Towards the neighbours' average, with the weight that they have together: a pass or two less than by way of a buffer."""
         out = self.channel.own
-        if out.dtype != accumulator(out.dtype):
+        if self._pull is None and out.is_cuda and len(self.inbox) == 1:  # one pass, over any dtype, does it all
+            ((_, payload, w, finite),) = self.heard()
+            self._pull = Pull(payload, w, finite if isinstance(finite, Tensor) else None)
+        elif out.dtype != accumulator(out.dtype):
             return super().pull()  # half precision: sum in float32
-        if self._pull is None:
+        elif self._pull is None:
             average, total = None, 0.0
             for payload, _, w in self.arrived():
                 total += w

@@ -9,6 +9,7 @@ and on a GPU no synchronisation: there the head is read by the device, and the h
 from __future__ import annotations
 
 import math
+import threading
 import zlib
 from typing import Protocol
 
@@ -117,6 +118,7 @@ class Alarm:
 
     def __init__(self, n: int):
         self.n = n
+        self._lock = threading.Lock()  # a courier hears, too
         self.earliest = math.inf
         self.settled = math.inf  # one that a global round has told all nodes of
 
@@ -139,7 +141,8 @@ class Alarm:
                 "must call step() equally often, and go on from a checkpoint of the same step"
             )
         finite = math.isfinite(head[0])
-        self.earliest = min(self.earliest, float(head[1]), math.inf if finite else k * self.n + node)
+        with self._lock:
+            self.earliest = min(self.earliest, float(head[1]), math.inf if finite else k * self.n + node)
         return finite
 
     def is_known(self) -> Tensor:
@@ -166,7 +169,9 @@ class Alarm:
 
     def merge(self, heads: Tensor) -> None:
         """... and learns what all of them know, itself among them, from `heads` [L, 2]."""
-        self.earliest, self.settled = heads.amin(dim=0).tolist()
+        earliest, self.settled = heads.amin(dim=0).tolist()
+        with self._lock:
+            self.earliest = min(self.earliest, earliest)
 
     def wait_for_settled(self) -> float:
         return self.settled

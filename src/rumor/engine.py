@@ -37,6 +37,11 @@ class Pull(NamedTuple):
 
     towards: Tensor  # [*nodes, d], or broadcastable to it
     weight: float
+    finite: Tensor | None = None  # [1] on a device, where only that knows: if false, the model stays as it is
+
+    def guarded(self, own: Tensor) -> Pull:
+        """The same, with the guard applied: towards what the node itself has sent where the other's was not finite."""
+        return self if self.finite is None else Pull(torch.where(self.finite, self.towards, own), self.weight)
 
 
 class Pending(ABC):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from rumor.engine import Pull
+from rumor.engine import Pull, accumulator
 
 if TYPE_CHECKING:
     from rumor.fused import Spread
@@ -101,18 +101,20 @@ class Flat:
             torch._foreach_copy_(bucket.pieces, bucket.views(value)) if bucket.spread is None else bucket.spread.write(value)
 
     def pull(self, b: int, pull: Pull, sent: Tensor | None = None) -> None:
-        if sent is None and pull.weight == 1:
+        if sent is None and pull.weight == 1 and pull.finite is None:
             return self.write(b, pull.towards)
-        bucket, weight = self._buckets[b], pull.weight
+        bucket = self._buckets[b]
         with record_function("rumor::mix"):
-            towards, gone = (None if t is None else t.to(bucket.pieces[0].device) for t in (pull.towards, sent))
-            assert towards is not None
+            device = bucket.pieces[0].device
+            towards, gone = pull.towards.to(device), None if sent is None else sent.to(device)
             if bucket.spread is not None:
-                bucket.spread.pull(towards, weight, gone)
-            elif gone is None:
-                torch._foreach_lerp_(bucket.pieces, bucket.views(towards), weight)
+                return bucket.spread.pull(towards, pull.weight, gone, pull.finite)
+            towards = pull._replace(towards=towards).guarded(bucket.packed if gone is None else gone).towards
+            if gone is None:
+                torch._foreach_lerp_(bucket.pieces, bucket.views(towards), pull.weight)
             else:
-                torch._foreach_add_(bucket.pieces, bucket.views(towards.sub_(gone)), alpha=weight)
+                change = towards.sub_(gone) if towards.dtype == accumulator(towards.dtype) else towards.float().sub_(gone)
+                torch._foreach_add_(bucket.pieces, bucket.views(change), alpha=pull.weight)
 
     def buckets_of(self, tensors: Sequence[Tensor]) -> int:
         """How many of the first buckets hold all of these."""
@@ -156,9 +158,9 @@ def _spread(pieces: Sequence[Tensor]) -> Spread | None:
     """What works on all of them in one pass, where there is such a thing."""
     if pieces[0].device.type != "cuda" or find_spec("triton") is None or not all(piece.is_contiguous() for piece in pieces):
         return None
-    from rumor.fused import Spread
+    from rumor.fused import Spread, why_not
 
-    return Spread(pieces)
+    return Spread(pieces) if why_not(pieces[0].device, pieces[0].dtype) is None else None
 
 
 def _cut(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -31,25 +34,39 @@ class Spread:
         self._blocks = {aligned: torch.tensor(some, device=self._device).T.contiguous() for aligned, some in blocks.items() if some}
         self._weights: dict[float, Tensor] = {}  # in float64 on the device: as an argument, a number would be rounded to float32
 
-    def pull(self, towards: Tensor, weight: float, sent: Tensor | None) -> None:
-        """x <- x + weight (towards - sent), where x itself was sent if None."""
+    def pull(self, towards: Tensor, weight: float, sent: Tensor | None, finite: Tensor | None = None) -> None:
+        """x <- x + weight (towards - sent), where x itself was sent if None; unless `finite` [1], in bool, is false."""
         if weight not in self._weights:
             self._weights[weight] = torch.full((1,), weight, dtype=torch.float64, device=self._device)
-        gone = towards if sent is None else sent
-        for aligned, blocks in self._blocks.items():
-            _pull[(blocks.shape[1],)](
-                *blocks, towards, gone, self._weights[weight], sent is None, self._kind, self._wide, aligned, GRAIN, BLOCK
-            )
+        gone, flag = towards if sent is None else sent, self._weights[weight] if finite is None else finite
+        self._launch(_pull, towards, gone, self._weights[weight], flag, finite is not None, sent is None, self._kind, self._wide)
 
     def read(self, into: Tensor) -> None:
         """into <- x."""
-        for aligned, blocks in self._blocks.items():
-            _copy[(blocks.shape[1],)](*blocks, into, True, self._kind, aligned, GRAIN, BLOCK)
+        self._launch(_copy, into, True, self._kind)
 
     def write(self, value: Tensor) -> None:
         """x <- value."""
-        for aligned, blocks in self._blocks.items():
-            _copy[(blocks.shape[1],)](*blocks, value, False, self._kind, aligned, GRAIN, BLOCK)
+        self._launch(_copy, value, False, self._kind)
+
+    def _launch(self, kernel: Any, *arguments: Any) -> None:
+        with torch.cuda.device(self._device):  # where Triton launches; it need not be the current one
+            for aligned, blocks in self._blocks.items():
+                kernel[(blocks.shape[1],)](*blocks, *arguments, aligned, GRAIN, BLOCK)
+
+
+@cache
+def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
+    """What keeps this machine from building the kernels, such as a missing C compiler. It is said once."""
+    if dtype not in TYPES:
+        return f"there is no kernel for {dtype}"
+    try:
+        Spread([torch.zeros(1, device=device, dtype=dtype)]).write(torch.zeros(1, device=device, dtype=dtype))
+    except Exception as error:  # whatever Triton and the compiler behind it come up with
+        reason = str(error).strip().split("\n")[-1] or type(error).__name__
+        warnings.warn(f"Triton can't build its kernels here ({reason}): mixing will take several passes over memory", stacklevel=2)
+        return reason
+    return None
 
 
 # ---- the kernels: a program works on one block ------------------------------------------------------------------------------------
@@ -63,6 +80,8 @@ def _pull(  # type: ignore[no-untyped-def]
     towards,
     sent,
     weight,
+    finite,
+    guarded: tl.constexpr,
     itself: tl.constexpr,
     kind: tl.constexpr,
     wide: tl.constexpr,
@@ -74,6 +93,8 @@ def _pull(  # type: ignore[no-untyped-def]
     own = tl.load(x + i, mask=here).to(wide)
     gone = own if itself else tl.load(sent + at + i, mask=here).to(wide)
     change = tl.load(towards + at + i, mask=here).to(wide) - gone
+    if guarded:
+        change = tl.where(tl.load(finite) != 0, change, 0.0)
     mixed = own + tl.load(weight).to(wide) * change
     tl.store(x + i, mixed.to(kind), mask=here)
 

@@ -32,6 +32,7 @@ class Metrics:
     consensus_distance: float | None = None
     H: int | None = None
     _since: float = field(default=0.0, repr=False)  # when computing would have begun, had it not been interrupted
+    _waited: float = field(default=0.0, repr=False)  # seconds_waiting at that time
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -40,16 +41,16 @@ class Metrics:
         try:
             yield
         finally:
-            took = time.perf_counter() - began
-            self.seconds_packing += took - (self.seconds_waiting - waited)
-            self._since += took
+            took, waiting = time.perf_counter() - began, self.seconds_waiting - waited
+            self.seconds_packing += took - waiting
+            self._since += took - waiting  # step_begins() takes off what was spent waiting
 
     def step_begins(self) -> None:
         """What has passed since the last one, but for the time at work, was computing."""
-        now = time.perf_counter()
+        now, idle = time.perf_counter(), self.seconds_waiting - self._waited
         if self._since:
-            self.seconds_computing += now - self._since
-        self._since = now
+            self.seconds_computing += now - self._since - idle
+        self._since, self._waited = now, self.seconds_waiting
 
     def as_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in {**asdict(self), "rounds": dict(self.rounds)}.items() if name != "_since"}
+        return {name: value for name, value in {**asdict(self), "rounds": dict(self.rounds)}.items() if not name.startswith("_")}

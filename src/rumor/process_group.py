@@ -38,7 +38,7 @@ TAGS_OF_AN_ENGINE, ENGINES = 2**16, 2**15
 _engines = 0  # that this process has agreed on
 _UnderWay = dict[int, tuple[list[Work], Channel]]
 _orphans: list[_UnderWay] = []  # of engines that are gone: gloo breaks the connection if memory that a message will fill is freed
-_kept: list[Channel] = []  # likewise, for messages that may never come
+_kept: list[tuple[Message, Work]] = []  # likewise, for messages that may never come
 
 
 class ProcessGroup:
@@ -62,7 +62,7 @@ class ProcessGroup:
         self._tags = itertools.count()
         self._channels: dict[int, Channel] = {}
         self._links: dict[tuple[Topology, int], Links] = {}
-        self._scratch: dict[torch.dtype, Tensor] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
         self._under_way: _UnderWay = {}
         self._couriers: dict[torch.device, Courier] = {}
         self._errands: dict[int, Future[None]] = {}  # by the tag of the channel
@@ -288,10 +288,10 @@ class ProcessGroup:
             ) from error
 
     def _room_to_mix(self, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        dtype = accumulator(dtype)
-        if dtype not in self._scratch or len(self._scratch[dtype]) < d:
-            self._scratch[dtype] = torch.empty(d, dtype=dtype, device=device)
-        return self._scratch[dtype][:d]
+        kind = (accumulator(dtype), device)
+        if kind not in self._scratch or len(self._scratch[kind]) < d:
+            self._scratch[kind] = torch.empty(d, dtype=kind[0], device=device)
+        return self._scratch[kind][:d]
 
     def _settle_alarm(self, doing: str) -> None:
         """At a global round that found some rank alarmed: all of them are here, so they can settle whose alarm was the first."""
@@ -310,7 +310,7 @@ class ProcessGroup:
 
 def _keep(under_way: _UnderWay, channels: dict[int, Channel]) -> None:
     _orphans.append(under_way)
-    _kept.extend(channel for channel in channels.values() if channel.expected)
+    _kept.extend(expected for channel in channels.values() for expected in channel.expected.values())
 
 
 def check_model(model: torch.nn.Module, group: Group | None, local_group: Group | None) -> None:

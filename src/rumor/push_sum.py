@@ -61,10 +61,10 @@ class PushSum(AtOnce):
             if self.delay == 1:  # only now: it uses the buffers that the last message arrived in
                 departing.pending.append(self.push(x, b, state, engine))
             numerator = state.buckets["x"][b]
-            numerator.mul_(engine.self_weight(self.topology, k, numerator.dtype).to(numerator))
+            numerator.mul_(_like(engine.self_weight(self.topology, k, numerator.dtype), numerator))
             if arrived is not None:
                 numerator.add_(arrived.x)
-                x.write(b, torch.div(numerator, w_next.to(numerator), out=arrived.x))
+                x.write(b, torch.div(numerator, _like(w_next, numerator), out=arrived.x))
             yield b
         state.scalars["w"] = w_next
         state.flight = departing if self.delay == 1 else None
@@ -74,15 +74,15 @@ class PushSum(AtOnce):
         """x^(k+1/2) = x + (opt(z) - z) with z = x / w, and off it goes, with w beside the first bucket."""
         message, numerator, w = x.read(b), state.buckets["x"][b], state.scalars["w"]
         if message.dtype == numerator.dtype:  # opt(z) - z first: in float32 it is exact, where a factor 1 - 1/w would be rounded
-            numerator.add_(message.addcdiv_(numerator, w.to(numerator), value=-1))
+            numerator.add_(message.addcdiv_(numerator, _like(w, numerator), value=-1))
         else:
-            numerator.mul_((1 - 1 / w).to(numerator)).add_(message)
+            numerator.mul_(_like(1 - 1 / w, numerator)).add_(message)
         return engine.gossip(message.copy_(numerator), self.topology, state.schedule.k, w if b == 0 else None, own=False)
 
     def share(self, x: Buckets, b: int, state: State) -> Tensor:
         """The mass here and on its way here, x + (z now - x / w) + what is in flight: its mean over the nodes is the model's."""
         numerator, w = state.buckets["x"][b], state.scalars["w"]
-        mass = x.peek(b).to(numerator) + numerator * (1 - 1 / w).to(numerator)
+        mass = x.peek(b).to(numerator) + numerator * _like(1 - 1 / w, numerator)
         return mass if state.flight is None else mass.add_(state.flight.pending[b].wait().x)
 
     def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None:
@@ -95,6 +95,11 @@ class PushSum(AtOnce):
         for b in range(len(x)):
             state.buckets["x"][b].copy_(x.read(b))
         state.scalars["w"] = engine.full(1.0)
+
+
+def _like(scalar: Tensor, x: Tensor) -> Tensor:
+    """Where x is and of its dtype; on a GPU the host need not wait for that."""
+    return scalar.to(x, non_blocking=True)
 
 
 def osgp(topology: Topology, delay: int = 1) -> PushSum:

@@ -54,12 +54,13 @@ class Run:
         """Mixes the first `buckets` buckets of the step that has begun, all that is left of it if None. Was that the step's end?"""
         if self._mixing is None or (buckets is not None and buckets <= self._in_place):
             return False
+        mixing, self._mixing = self._mixing, None  # a step that fails here is over
         with record_function(f"rumor::{self._kind}"), self.metrics.at_work():
-            for b in self._mixing:
+            for b in mixing:
                 self._in_place = b + 1
                 if self._in_place == buckets:
+                    self._mixing = mixing
                     return False
-        self._mixing = None
         self.metrics.rounds[self._kind] += 1
         self.metrics.H = self.state.schedule.H
         return True
@@ -75,9 +76,10 @@ class Run:
     def mean(self) -> tuple[list[Pending], list[Pending]]:
         """The mean of all nodes, of the model and of the buffers; what is under way and the algorithm's state stay as they are."""
         doing = "in averaged()"
-        shares = [self.algorithm.share(self.x, b, self.state) for b in range(len(self.x))]
-        model = self.engine.mean(shares, self.k, doing=doing)
-        return model, self.engine.mean(_shapes(self.buffers), self.k, doing=doing, finite=False)
+        with record_function("rumor::mean"):
+            shares = [self.algorithm.share(self.x, b, self.state) for b in range(len(self.x))]
+            model = self.engine.mean(shares, self.k, doing=doing)
+            return model, self.engine.mean(_shapes(self.buffers), self.k, doing=doing, finite=False)
 
     def show_mean(self) -> None:
         """The model becomes the mean of all nodes', buffers included."""
@@ -123,7 +125,7 @@ class Run:
         # all that can be refused comes before the first change
         buckets = {name: _cut_like(saved["buckets"][name], tensors) for name, tensors in state.buckets.items()}
         flight = None if saved["flight"] is None else self._restored(saved["flight"])
-        wait_for(state.flight)  # its buffers are about to be used again
+        wait_for(state.flight, or_fail=False)  # its buffers are about to be used again
         for name, tensors in state.buckets.items():
             for tensor, value in zip(tensors, buckets[name], strict=True):
                 tensor.copy_(value)
@@ -139,7 +141,7 @@ class Run:
         return {
             "sent": _joined(flight.sent) if flight.sent else None,
             "relayed": flight.relayed,
-            "pending": _pulls(flight.pending, _shapes(self.x)) if pulls else _results(flight.pending, _shapes(self.x)),
+            "pending": _pulls(flight.pending, _shapes(self.x), flight.sent) if pulls else _results(flight.pending, _shapes(self.x)),
             "buffers": _results(flight.buffers, _shapes(self.buffers)) if flight.buffers else None,
             "loss": flight.loss.wait().scalars.clone() if flight.loss else None,
         }
@@ -182,11 +184,11 @@ def _results(pending: Sequence[Pending], like: Sequence[Tensor]) -> dict[str, An
     return {"x": _joined(parts), "scalars": scalars, "weights": [1.0] * len(parts)}
 
 
-def _pulls(pending: Sequence[Pending], like: Sequence[Tensor]) -> dict[str, Any]:
+def _pulls(pending: Sequence[Pending], like: Sequence[Tensor], sent: Sequence[Tensor]) -> dict[str, Any]:
     """What pull() gives."""
     parts, weights = [], []
-    for message, shaped in zip(pending, like, strict=True):
-        towards, weight = message.pull()
+    for message, shaped, own in zip(pending, like, sent, strict=True):
+        towards, weight, _ = message.pull().guarded(own)
         parts.append(towards.expand(shaped.shape).clone())
         weights.append(weight)
     return {"x": _joined(parts), "scalars": [NO_SCALARS] * len(parts), "weights": weights}

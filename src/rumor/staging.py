@@ -1,7 +1,7 @@
 """Buckets on a GPU whose messages travel from host memory (gloo): copied on streams of their own, sent by a thread of their own.
 
-So neither the host nor the device waits: the host hands the message to the thread, which sends it when the device has got as far as
-copying it, and what has arrived is copied back while the device still computes.
+So the host need not wait to send: it hands the message to the thread, which sends it when the device has got as far as copying it, and
+what has arrived is copied back while the device still computes. It still waits for what is to arrive.
 """
 
 from __future__ import annotations

@@ -1,0 +1,50 @@
+"""What the links and the cores allow: no step is shorter than its computing, nor than its bytes take at the links' rate."""
+
+from __future__ import annotations
+
+import math
+
+from bed import LOOPBACK
+
+UNITS = {"mbit": 1e6, "gbit": 1e9}
+
+
+def bytes_per_second(rate: str) -> float:
+    """
+    >>> bytes_per_second("200mbit")
+    25000000.0
+    """
+    return math.inf if rate == LOOPBACK else float(rate[:-4]) * UNITS[rate[-4:]] / 8
+
+
+def shown(rate: str) -> str:
+    """
+    >>> shown("200mbit"), shown("1gbit"), shown("loopback")
+    ('200 Mbit/s', '1 Gbit/s', 'loopback')
+    """
+    return rate.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
+
+
+def copies_sent(contestant: str, n: int, H: int) -> float:
+    """How many copies of the model a host sends in a step, on average, by the name that tables have for it.
+
+    >>> copies_sent("DDP, bucket_cap_mb=4", 4, 6), copies_sent("Gossip SGD, delay=1", 4, 6), copies_sent("Gossip-PGA", 4, 6)
+    (1.5, 1.0, 1.0833333333333333)
+    """
+    all_reduce = 2 * (n - 1) / n
+    if "PowerSGD" in contestant or contestant == "computing alone":
+        return 0.0  # or next to nothing
+    if contestant.startswith(("DDP", "Parallel", "mean", "gloo")):
+        return all_reduce / 2 if "bf16" in contestant else all_reduce
+    if contestant.startswith(("Local", "PostLocal", "DiLoCo")):
+        return all_reduce / H
+    if "PGA" in contestant or "SlowMo" in contestant:
+        return (H - 1 + all_reduce) / H
+    if contestant.startswith(("Gossip", "OSGP", "SGP")):
+        return 1.0  # on a one-peer graph; Gossip-AGA's rare averages of all are left out
+    raise ValueError(f"how much does {contestant!r} send?")
+
+
+def shortest_step(contestant: str, n: int, H: int, model_bytes: int, rate: str, computing: float) -> float:
+    """Seconds."""
+    return max(computing, copies_sent(contestant, n, H) * model_bytes / bytes_per_second(rate))
