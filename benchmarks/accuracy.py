@@ -268,7 +268,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # the bed is taken down then too
+    for stop in (signal.SIGTERM, signal.SIGINT):  # by name, since a shell lets what it starts in the background ignore Ctrl-C
+        signal.signal(stop, signal.default_int_handler)  # the bed is taken down then too
     try:
         main()
     except KeyboardInterrupt:
