@@ -22,6 +22,7 @@ PAPER = (  # its Table 17, ms: without communication, with all-reduce, with goss
     ("paper, ResNet-50, 25 Gbit/s", 146.0, 424.0, 296.0),
     ("paper, BERT", 445.0, 1913.8, 1011.5),
 )
+NOT_YET = "*Not measured yet.*"
 GOSSIP = ("Gossip SGD", "Gossip SGD, delay=1", "Gossip-PGA", "Gossip-PGA, delay=1")
 NAMES = {reached.PARALLEL: "Parallel SGD (DDP)", "Parallel SGD": "Parallel SGD (Rumor)"}
 
@@ -131,7 +132,10 @@ def target_line(results: Results) -> str:
 def make(name: str, results: Results) -> str:
     """The table of that name on the page."""
     if name.startswith("to-target-"):
-        return to_target(results, int(name.rsplit("-", 1)[1]))
+        hosts = int(name.rsplit("-", 1)[1])
+        return to_target(results, hosts) if reached.pick(results["runs"], hosts=hosts) else NOT_YET
+    if name == "bandwidth" and not results["curve"]:
+        return NOT_YET
     parts: dict[str, Callable[[Results], str]] = {"iteration": iteration, "target": target_line, "bandwidth": bandwidth}
     return parts[name](results)
 
