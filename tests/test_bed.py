@@ -1,16 +1,23 @@
 """The test bed of the benchmarks: real processes on hosts of its own, taken down whatever happens."""
 
+import doctest
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import contestants  # noqa: E402
+import limits  # noqa: E402
+import network  # noqa: E402
 import page  # noqa: E402
+import peers  # noqa: E402
+import reached  # noqa: E402
 from bed import LOOPBACK, Bed  # noqa: E402
 
 HELLO = """
@@ -73,3 +80,27 @@ def test_the_pages_tables_are_those_of_the_results():
     text = (ROOT / "docs" / "performance.md").read_text()
     assert text.count("<!-- table") == 12
     assert page.filled_in(text) == text
+
+
+@pytest.mark.parametrize("module", [limits, reached])
+def test_examples_of_the_benchmarks_hold(module: ModuleType):
+    assert doctest.testmod(module).failed == 0
+
+
+def test_every_contestant_has_a_limit():
+    names = {**contestants.ours(4, 6, 10), **peers.peers(4, 6)}
+    sent = {name: limits.copies_sent(name, 4, 6) for name in names}
+    assert sent["computing alone"] == 0
+    assert sent["SGP+SlowMo (fairscale)"] == sent["Gossip-PGA, delay=1"] == 6.5 / 6
+    assert sent["DDP, bf16 hook"] == 0.75
+    with pytest.raises(ValueError, match="how much does 'Muon' send"):
+        limits.copies_sent("Muon", 4, 6)
+
+
+def test_what_can_not_be_shaped_is_called_loopback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("bed._why_not", lambda: "there is no root")
+    with Bed(2, "500mbit") as bed:
+        assert list(network.rates_of(bed, ["200mbit", "500mbit"])) == [LOOPBACK]
+        assert bed.rate == LOOPBACK
+    rows = network._steps(bed.rate, 2, {name: {"median": 0.1} for name in ("computing alone", "DDP, bucket_cap_mb=4")})
+    assert not any("limit" in row for row in rows)
