@@ -321,7 +321,7 @@ def memory(rank: int) -> list[int]:
     model = nn.Linear(2000, 2000)
     averager = rumor.Averager(model, rumor.gossip_pga(RING, 3, delay=1))
     held = []
-    for _ in range(4):
+    for _ in range(8):
         for _ in range(8):
             averager.step()
             averager.consensus_distance()
@@ -334,7 +334,7 @@ def memory(rank: int) -> list[int]:
 
 def test_memory_does_not_grow(brittle: Cluster) -> None:
     for held in brittle.run(memory):
-        assert held[-1] - held[1] < 20e6, held  # the heap takes a while to settle; a bucket of 4 MB leaked in each of 16 rounds is 64 MB
+        assert held[-1] - held[3] < 60e6, held  # the heap varies by 30 MB; a bucket of 4 MB leaked in each of 32 rounds is 128 MB
 
 
 def averagers_one_after_the_other(rank: int) -> list[int]:
