@@ -173,8 +173,7 @@ class GossipPGA(AtOnce):
 
     def receive(self, x: Buckets, buffers: Buckets, state: State, engine: Engine, lr: float | None) -> Iterator[int]:
         """Applies the round that is under way (none at the first delayed step: all start alike, so M_0 x^(0) = x^(0))."""
-        flight, state.flight = state.flight, None
-        kind, loss = self.round(state), None
+        flight, kind, loss = state.flight, self.round(state), None
         if flight is not None:
             loss = _one_number(flight.loss.wait().scalars) if flight.loss else None
             pending = self.repeat(flight, state, engine) if flight.relayed else flight.pending
@@ -188,6 +187,7 @@ class GossipPGA(AtOnce):
                 yield b
             for b, message in enumerate(flight.buffers):
                 buffers.write(b, message.wait().x)
+        state.flight = None  # only now: should a message tell of a model that is not finite, the others are still under way
         state.schedule = self.schedule.next(state.schedule, loss)
         if flight is not None and self.delay == 0 and self.round(state) == "gossip" and not self.is_all_reduce(state, engine):
             for sent in flight.sent:
