@@ -12,6 +12,21 @@ from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY
 LIBRARIES = {"Rumor": BLUE, "PyTorch": SKY, "torchft": ORANGE, "fairscale": GREEN, "by hand": PURPLE, "no communication": "#999999"}
 
 
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path, **options: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        figure.savefig(aside, **options)
+
+
 def library(name: str) -> str:
     if name == "computing alone":
         return "no communication"
@@ -33,10 +48,7 @@ def of_rate(rows: list[dict[str, Any]], rate: str) -> dict[str, dict[str, Any]]:
 def draw_steps(results: dict[str, Any], path: Path) -> None:
     """ms of a training step: a panel for each rate, fastest first in the leftmost, whiskers from the fastest turn to the slowest; a tick
     in each bar where the limit is."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = _pyplot()
     from matplotlib.patches import Patch
 
     rates = list(dict.fromkeys(row["rate"] for row in results["rows"]))
@@ -53,18 +65,13 @@ def draw_steps(results: dict[str, Any], path: Path) -> None:
     ddp = pyplot.Line2D([], [], color=BLACK, linestyle="--", linewidth=1, label="DDP at its best bucket size")
     limit = pyplot.Line2D([], [], color="white", marker="|", markeredgecolor=BLACK, markersize=10, label="max(computing, bytes / rate)")
     figure.legend(handles=[*patches, ddp, limit], loc="outside lower center", ncols=4, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as aside:
-        figure.savefig(aside, dpi=160, bbox_inches="tight")
+    _save(figure, path, dpi=160, bbox_inches="tight")
     pyplot.close(figure)
 
 
 def draw_growth(results: dict[str, Any], path: Path) -> None:
     """ms of a step over the number of hosts, on the links and over loopback, where only the cores take time."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = _pyplot()
 
     looks = {"DDP": BLACK, "Gossip, delay=1": ORANGE, "Gossip-PGA, delay=1": BLUE, "computing alone": "#999999"}
     rates = list(dict.fromkeys(row["rate"] for row in results["rows"]))
@@ -80,9 +87,7 @@ def draw_growth(results: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("ms a step")
     axes[0].legend(frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as aside:
-        figure.savefig(aside, dpi=130)
+    _save(figure, path, dpi=130)
     pyplot.close(figure)
 
 
@@ -110,10 +115,7 @@ OVER = 0.006  # seconds that the link's rate is averaged over
 
 def draw_trace(results: dict[str, Any], path: Path) -> None:
     """For each contestant a lane of what the host does, and below it how much of its link's rate is used."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    pyplot = _pyplot()
     from matplotlib.patches import Patch
 
     traces = results["traces"]
@@ -132,9 +134,7 @@ def draw_trace(results: dict[str, Any], path: Path) -> None:
     figure.legend(
         handles=[Patch(color=color, label=part) for part, color in PARTS.items()], loc="outside upper center", ncols=6, frameon=False
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as aside:
-        figure.savefig(aside, dpi=130)
+    _save(figure, path, dpi=130)
     pyplot.close(figure)
 
 
