@@ -64,7 +64,7 @@ def to_target(results: Results, hosts: int) -> str:
             "steps to target": _number(most["steps to target"]),
         }
         for ratio in ratios:
-            title = f"ratio {ratio:g}" if ratio else "loopback"
+            title = _title(results, hosts, ratio)
             row = own.get(ratio)
             cells[f"{title}: whole run, s (times as fast)"] = (
                 f"{row['seconds']:.1f} ({row['times as fast, whole run']:.2f})" if row else "-"
@@ -77,9 +77,22 @@ def to_target(results: Results, hosts: int) -> str:
     return tables.as_text(rows)
 
 
+def _timing(results: Results, hosts: int, ratio: float | None) -> dict[str, Any] | None:
+    return next((timing for timing in results["ratios"] if (timing["hosts"], timing["ratio"]) == (hosts, ratio)), None)
+
+
+def _title(results: Results, hosts: int, ratio: float | None) -> str:
+    """The links' rate, and the ratio as it was measured there beside the contestants."""
+    timing = _timing(results, hosts, ratio)
+    if timing is None:
+        return f"ratio {ratio:g}" if ratio else "loopback"
+    seconds = {name: spread["median"] for name, spread in timing["seconds"].items()}
+    return f"{shown(timing['rate'])}, ratio {seconds['all-reduce alone'] / seconds['computing alone']:.1f}"
+
+
 def _ceiling(results: Results, row: dict[str, Any], hosts: int, ratio: float | None) -> str:
     """How many times as fast as DDP its steps could be at most."""
-    timing = next((t for t in results["ratios"] if (t["hosts"], t["ratio"]) == (hosts, ratio)), None)
+    timing = _timing(results, hosts, ratio)
     if timing is None or not row["times as fast, to target"]:
         return ""
     seconds, settings = timing["seconds"], results["settings"]

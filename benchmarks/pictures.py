@@ -126,7 +126,7 @@ def draw_trace(results: dict[str, Any], path: Path) -> None:
     )
     for (name, trace), host, link in zip(traces.items(), axes[::2], axes[1::2], strict=True):
         _draw_host(host, trace["parts"])
-        host.set_title(f"{name}: 4 steps in {1e3 * trace['seconds']:.0f} ms", loc="left", fontsize=10)
+        host.set_title(f"{name}: 4 steps of many, {1e3 * trace['seconds']:.0f} ms", loc="left", fontsize=10)
         times, used = link_use(trace["sent"])
         link.fill_between([1e3 * t for t in times], [8e-6 * rate for rate in used], step="post", color="#777777", linewidth=0)
         link.set(ylabel="sent,\nMbit/s", ylim=(0, None), xlim=(0, longest))

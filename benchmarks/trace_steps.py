@@ -16,7 +16,7 @@ import rumor
 from contestants import Contestant, InDDP, WithRumor
 
 PARTS = ("forward", "backward", "optimizer", "rumor::wait", "rumor::pack", "rumor::mix")
-STEPS = 4
+LEAD_IN, STEPS, LEAD_OUT = 3, 4, 2  # those in the middle are shown: links are busy when they begin, and as busy when they end
 LOOK_EVERY = 0.002  # seconds between looks at the link
 
 
@@ -62,26 +62,26 @@ def named_parts(contestant: Contestant) -> None:
 
 
 def recorded(contestant: Contestant, x: Tensor, y: Tensor) -> dict[str, Any]:
-    """Seconds from the start at which each part of STEPS steps began and ended, and bytes sent over time."""
+    """Seconds at which each part of STEPS steps began and ended, and bytes sent over time, both counted from the first of these steps."""
     named_parts(contestant)
-    for _ in range(STEPS):
-        contestant.step(x, y)
     dist.barrier()
     link = Link()
     link.start()
+    starts = []
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        began = time.perf_counter()
-        with record_function("start"):
-            pass
-        for _ in range(STEPS):
+        for _ in range(LEAD_IN + STEPS + LEAD_OUT):
+            starts.append(time.perf_counter())
+            with record_function("start"):
+                pass
             contestant.step(x, y)
-        took = time.perf_counter() - began
     link.stop()
+    began, took = starts[LEAD_IN], starts[LEAD_IN + STEPS] - starts[LEAD_IN]
     events = profiler.events()
-    start = next(e.time_range.start for e in events if e.name == "start")
-    parts = [
-        (e.name, (e.time_range.start - start) / 1e6, (e.time_range.end - start) / 1e6) for e in events if e.name in PARTS and not e.is_async
+    zero = sorted(e.time_range.start for e in events if e.name == "start")[LEAD_IN]
+    seen = [
+        (e.name, (e.time_range.start - zero) / 1e6, (e.time_range.end - zero) / 1e6) for e in events if e.name in PARTS and not e.is_async
     ]
+    parts = [(name, max(0.0, start), min(took, end)) for name, start, end in seen if end > 0 and start < took]
     sent = [(t - began, count) for t, count in link.seen if 0 <= t - began <= took]
     return {"seconds": took, "parts": sorted(parts, key=lambda part: part[1]), "sent": sent}
 

@@ -138,7 +138,8 @@ class Sum:
         if not total.all_did_the_same(head, engine.n):
             raise RuntimeError(
                 f"ranks are out of step: rank {engine.rank} was {self.doing}, another one was doing something else. Every rank must call "
-                "step(), averaged(), finish() and consensus_distance() in the same order and equally often, also one with fewer batches"
+                "step(), averaged(), finish() and consensus_distance() in the same order and equally often, also one with fewer batches: "
+                "compare averager.metrics.rounds of all ranks to see who has skipped one"
             )
         if head[1] > 0:
             engine._settle_alarm(self.doing)

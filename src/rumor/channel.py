@@ -138,7 +138,7 @@ class Alarm:
         if head[-1] != k:
             raise RuntimeError(
                 f"nodes are out of step: node {node} sent its message of step {head[-1]:.0f} where this node is at step {k}. Every rank "
-                "must call step() equally often, and go on from a checkpoint of the same step"
+                "must call step() equally often, also one with fewer batches, and go on from a checkpoint of the same step"
             )
         finite = math.isfinite(head[0])
         with self._lock:
