@@ -57,12 +57,15 @@ def resnet50_shapes() -> list[torch.Size]:
 class NoTransport(ProcessGroup):
     """Two ranks, the other of which answers at once, with this rank's head and whatever lies in the buffer behind it."""
 
-    def _post(self, channel: Any, links: Any) -> list[dist.Work]:
+    def _post(self, channel: Any, links: Any, inbox: list[Any], works: list[Any]) -> None:
         (received,) = channel.inbox(1)
         if not received.head[0]:
             received.payload.copy_(channel.out.payload)  # the other rank's model, which stays as it is
         received.head.copy_(channel.out.head)
-        return []
+        inbox.append(received)
+
+    def _post_receives(self, channel: Any, links: Any) -> None:
+        pass
 
     def _post_sum(self, total: Any) -> list[dist.Work]:
         total.head.mul_(self.n)
@@ -71,7 +74,7 @@ class NoTransport(ProcessGroup):
     def agree(self, setup: object, problem: object = None) -> None:
         pass
 
-    def broadcast(self, tensors: object) -> None:
+    def broadcast(self, tensors: object, group: object = None) -> None:
         pass
 
 
