@@ -254,6 +254,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.report:
         measure(study)
     results = collect(study)
+    if not results["runs"]:
+        raise ValueError(f"nothing is finished in {study.folder}: run this without --report first")
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with replacing(options.results) as aside:
         aside.write_text(as_lines(results))
@@ -268,8 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    for stop in (signal.SIGTERM, signal.SIGINT):  # by name, since a shell lets what it starts in the background ignore Ctrl-C
-        signal.signal(stop, signal.default_int_handler)  # the bed is taken down then too
+    for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a shell lets what it starts in the background ignore Ctrl-C
+        if stop != signal.SIGHUP or signal.getsignal(stop) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(stop, signal.default_int_handler)  # the bed is taken down then too
     try:
         main()
     except KeyboardInterrupt:

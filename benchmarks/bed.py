@@ -30,6 +30,8 @@ class Bed:
     """N hosts. Use it as a context; `run` starts one process on each and waits for all."""
 
     def __init__(self, hosts: int, rate: str, congestion: str = CONGESTION):
+        if hosts < 1:
+            raise ValueError(f"a bed needs at least one host, got {hosts}")
         self.hosts, self.congestion = hosts, congestion
         self.why_not = _why_not() if rate != LOOPBACK else None
         self.shaped = rate != LOOPBACK and self.why_not is None
@@ -160,6 +162,13 @@ def _call(*command: str) -> None:
         raise OSError(f"{' '.join(command)} failed: {done.stderr.strip()}")
 
 
+def take_down_when_told_to_end() -> None:
+    """A bed is taken down also when this process is killed, or loses its terminal (unless that is ignored, as nohup has it)."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--hosts", type=int, default=4)
@@ -168,11 +177,11 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds until all are ended")
     parser.add_argument("command", nargs="+", help="after --: what to run on every host")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it is taken down then too
+    take_down_when_told_to_end()
     try:
         with Bed(options.hosts, options.rate, options.congestion) as bed:
             bed.run(options.command, options.timeout)
-    except (RuntimeError, TimeoutError, OSError) as error:
+    except (RuntimeError, TimeoutError, OSError, ValueError) as error:
         sys.exit(f"bed: {error}")
 
 

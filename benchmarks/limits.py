@@ -14,7 +14,12 @@ def bytes_per_second(rate: str) -> float:
     >>> bytes_per_second("200mbit")
     25000000.0
     """
-    return math.inf if rate == LOOPBACK else float(rate[:-4]) * UNITS[rate[-4:]] / 8
+    if rate == LOOPBACK:
+        return math.inf
+    number, unit = rate[:-4], rate[-4:]
+    if unit not in UNITS or not number.replace(".", "", 1).isdigit():
+        raise ValueError(f"a rate is a number and one of {', '.join(UNITS)}, as in 200mbit, or {LOOPBACK}: got {rate!r}")
+    return float(number) * UNITS[unit] / 8
 
 
 def shown(rate: str) -> str:

@@ -16,14 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bed import CONGESTION, LOOPBACK, Bed
+from bed import CONGESTION, LOOPBACK, Bed, take_down_when_told_to_end
 from limits import bytes_per_second, copies_sent, shortest_step
 from measure import save
 
@@ -43,6 +42,8 @@ def on_all_hosts(bed: Bed, timeout: float, *arguments: str) -> dict[str, Any]:
 
 def rates_of(bed: Bed, rates: list[str]) -> Iterator[str]:
     """Those rates, each when the links have it. Where nothing can be shaped there is one: that of loopback, and it is called so."""
+    if LOOPBACK in rates and len(rates) > 1:
+        raise ValueError(f"{LOOPBACK} beside rates: hosts with shaped links can't have it; run it by itself")
     for rate in rates if bed.shaped else [LOOPBACK]:
         bed.set_rate(rate)
         yield rate
@@ -141,7 +142,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the bed is taken down then too
+    if options.hosts < 2 or options.repeats < 1:
+        parser.error(f"--hosts {options.hosts} --repeats {options.repeats}: at least 2 hosts and 1 repeat needed")
+    for rate in options.rates or ():
+        bytes_per_second(rate)  # before anything is measured
+    take_down_when_told_to_end()
     if options.what == "exchange":
         results = exchange(options.hosts, options.rates or list(RATES), options.repeats)
     elif options.what == "step":
@@ -159,4 +164,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError, RuntimeError, TimeoutError) as error:  # what a user can mend
+        sys.exit(f"network: {error}")

@@ -361,15 +361,98 @@ def test_metrics_tell_computing_from_waiting_and_packing(four: Cluster, lazy: bo
         assert parts[1] > 0.2 or rank in (0, 2), "its neighbours wait for it"
 
 
+INFERENCE = {"gossip_pga": lambda: rumor.gossip_pga(rumor.ring(4), 3), "osgp": lambda: rumor.osgp(rumor.ring(4))}
+
+
+def evaluates_in_inference_mode(rank: int, name: str) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    averager = rumor.Averager(model, INFERENCE[name]())
+    averager.step()
+    with torch.inference_mode():
+        with averager.averaged():
+            model(torch.ones(3, 2))
+        averager.state_dict()
+        averager.consensus_distance()
+        averager.finish()
+    for _ in range(4):
+        averager.step()
+    return flat(model)
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_evaluation_in_inference_mode_leaves_training_alone(four: Cluster, name: str) -> None:
+    assert all(model.isfinite().all() for model in four.run(evaluates_in_inference_mode, name))
+
+
+def in_averaged(rank: int, what: str) -> None:
+    averager = rumor.Averager(nn.Linear(2, 1), INFERENCE["osgp"]())
+    with averager.averaged():
+        if what == "averaged()":
+            with averager.averaged():
+                pass
+        getattr(averager, what[:-2])()
+
+
+@pytest.mark.parametrize("what", ["step()", "finish()", "averaged()"])
+def test_what_the_end_of_averaged_would_undo_is_refused(four: Cluster, what: str) -> None:
+    for kind, text in four.errors(in_averaged, what):
+        assert kind is RuntimeError
+        assert f"{what} inside averaged() would be undone" in text
+
+
+def another_module(rank: int, how: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    averager = rumor.Averager(model, INFERENCE["gossip_pga"]())
+    if how == "added":
+        model.append(nn.Linear(1, 1))
+    elif how == "replaced":
+        model[1] = nn.Linear(2, 1)
+    else:
+        model[1].bias = None
+    averager.finish()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"), [("added", "2.weight, 2.bias came after"), ("replaced", "1.weight, 1.bias came after"), ("gone", "has been replaced")]
+)
+def test_other_modules_are_noticed(four: Cluster, how: str, says: str) -> None:
+    for kind, text in four.errors(another_module, how):
+        assert kind is RuntimeError
+        assert says in text
+
+
+def built_and_dropped(rank: int) -> int:
+    for _ in range(3):
+        averager = rumor.Averager(nn.Linear(2, 1), rumor.gossip_sgd(rumor.one_peer_exponential(4)))
+        for _ in range(3):
+            averager.step()
+        averager.finish()
+        averager.step()
+        averager.finish()
+        del averager
+        gc.collect()
+    return len(rumor.process_group._kept)
+
+
+def test_a_finished_averager_leaves_nothing_behind(four: Cluster) -> None:
+    before = four.run(kept)
+    assert four.run(built_and_dropped) == before
+
+
+def kept(rank: int) -> int:
+    return len(rumor.process_group._kept)
+
+
 def test_metrics_count_rounds_bytes_and_waiting(four: Cluster) -> None:
     d = 40_000  # bytes
     found = four.run(metrics, rumor.gossip_pga(RING, 4))[0]
     assert found["rounds"] == {"gossip": 9, "global": 3}
-    assert found["bytes_sent"] == pytest.approx(9 * 2 * d + 4 * 1.5 * d, rel=0.02)  # and one global average to finish
+    assert found["bytes_sent"] == pytest.approx(10 * 2 * d + 4 * 1.5 * d, rel=0.02)  # to finish: what is expected, and an average
     assert 0 < found["seconds_waiting"] < 60
     assert found["H"] == 4
     assert found["consensus_distance"] is None
-    assert four.run(metrics, rumor.gossip_sgd(rumor.one_peer_exponential(N)))[0]["bytes_sent"] == pytest.approx(12 * d + 1.5 * d, rel=0.02)
+    assert four.run(metrics, rumor.gossip_sgd(rumor.one_peer_exponential(N)))[0]["bytes_sent"] == pytest.approx(13 * d + 1.5 * d, rel=0.02)
     local = four.run(metrics, rumor.local_sgd(N, 6))[0]
     assert local["rounds"] == {"none": 10, "global": 2}
     assert local["bytes_sent"] == pytest.approx(3 * 1.5 * d, rel=0.02)

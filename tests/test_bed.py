@@ -2,8 +2,10 @@
 
 import doctest
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -85,6 +87,35 @@ def test_the_pages_tables_are_those_of_the_results():
 @pytest.mark.parametrize("module", [limits, reached])
 def test_examples_of_the_benchmarks_hold(module: ModuleType):
     assert doctest.testmod(module).failed == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["network.py", "step", "--hosts", "1"], "at least 2 hosts"),
+        (["network.py", "step", "--rates", "warp9"], "got 'warp9'"),
+        (["network.py", "step", "--rates", LOOPBACK, "500mbit"], "run it by itself"),
+        (["bed.py", "--hosts", "0", "--", "true"], "at least one host, got 0"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], says: str):
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT / "benchmarks", capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode
+    assert says in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_bed_whose_process_is_told_to_end_is_taken_down(number: signal.Signals):
+    needs_shaping()
+    command = [sys.executable, "bed.py", "--hosts", "2", "--rate", "100mbit", "--", "sleep", "60"]
+    bed = subprocess.Popen(command, cwd=ROOT / "benchmarks", restore_signals=True)
+    deadline = time.monotonic() + 30
+    while f"rumor{bed.pid}-h1" not in spaces() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(0.5)
+    bed.send_signal(number)
+    assert bed.wait(timeout=30) == 128 + number
+    assert f"rumor{bed.pid}" not in spaces()
 
 
 def test_every_contestant_has_a_limit():

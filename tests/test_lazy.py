@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 
 import pytest
 import torch
@@ -125,6 +126,75 @@ def test_a_module_that_is_left_out_is_an_error(four: Cluster) -> None:
     for kind, text in four.errors(leaves_one_out):
         assert kind is RuntimeError
         assert "without a forward of borrowed" in text
+
+
+def saved_early(rank: int) -> list[float]:
+    model = nn.Sequential(nn.Linear(2, 1, bias=False))
+    averager = rumor.Averager(model, rumor.gossip_sgd(rumor.complete(4)), lazy=True)
+    model[0].weight.data.fill_(rank)
+    averager.step()
+    part = model[0].state_dict()["weight"].flatten()[0].item()
+    model[0].weight.data.fill_(rank)
+    averager.step()
+    return [part, model.state_dict()["0.weight"].flatten()[0].item()]
+
+
+def test_a_saved_model_is_a_mixed_one(four: Cluster) -> None:
+    assert four.run(saved_early) == [[1.5, 1.5]] * 4
+
+
+def copies(rank: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    averager = rumor.Averager(model, ALGORITHMS["gossip_sgd"](), lazy=True)
+    averager.step()
+    averager.settle()
+    file, x = io.BytesIO(), torch.ones(1, 2)
+    torch.save(model, file)
+    file.seek(0)
+    return [one(x).detach() for one in (model, copy.deepcopy(model), torch.load(file, weights_only=False))]
+
+
+def test_copies_of_the_model_run_by_themselves(four: Cluster) -> None:
+    for own, copied, loaded in four.run(copies):
+        assert torch.equal(own, copied)
+        assert torch.equal(own, loaded)
+
+
+class TrainOnlyHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)) if self.training else self.body(x)
+
+
+def evaluated(rank: int) -> bool:
+    model = TrainOnlyHead()
+    averager = rumor.Averager(model, ALGORITHMS["gossip_sgd"](), lazy=True)
+    averager.step()
+    with averager.averaged():
+        return bool(model.eval()(torch.ones(2, 5)).isfinite().all())
+
+
+def test_a_module_may_be_left_out_where_nothing_is_under_way(four: Cluster) -> None:
+    assert four.run(evaluated) == [True] * 4
+
+
+def early_hook(rank: int) -> list[float]:
+    """A hook that was there before, and reads parameters, as weight_norm's does."""
+    model, seen = nn.Sequential(nn.Linear(2, 1, bias=False)), []
+    model[0].register_forward_pre_hook(lambda module, inputs: seen.append(module.weight.flatten()[0].item()))
+    averager = rumor.Averager(model, rumor.gossip_sgd(rumor.complete(4)), lazy=True)
+    model[0].weight.data.fill_(rank)
+    averager.step()
+    model(torch.ones(1, 2))
+    return seen
+
+
+def test_hooks_of_others_see_mixed_parameters(four: Cluster) -> None:
+    assert four.run(early_hook) == [[1.5]] * 4
 
 
 def refused(rank: int) -> None:

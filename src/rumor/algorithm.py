@@ -50,6 +50,7 @@ class State:
         scalars: numbers that it keeps for each node, [*nodes, 1].
         flight: messages that the next step will use (delay=1).
         relays: room for what is passed on (average_rounds); not worth saving.
+        expecting: the receives of the coming step are posted already.
     """
 
     schedule: ScheduleState
@@ -57,6 +58,7 @@ class State:
     scalars: dict[str, Tensor] = field(default_factory=dict)
     flight: Flight | None = None
     relays: list[Tensor] = field(default_factory=list)
+    expecting: bool = False
 
 
 class Algorithm(Protocol):
@@ -189,7 +191,9 @@ class GossipPGA(AtOnce):
                 buffers.write(b, message.wait().x)
         state.flight = None  # only now: should a message tell of a model that is not finite, the others are still under way
         state.schedule = self.schedule.next(state.schedule, loss)
-        if flight is not None and self.delay == 0 and self.round(state) == "gossip" and not self.is_all_reduce(state, engine):
+        is_next = self.round(state) == "gossip" and not self.is_all_reduce(state, engine)
+        state.expecting = flight is not None and self.delay == 0 and is_next
+        if flight is not None and state.expecting:
             for sent in flight.sent:
                 engine.expect(sent, self.topology, state.schedule.k)
 
@@ -211,6 +215,8 @@ class GossipPGA(AtOnce):
 
     def finish(self, x: Buckets, buffers: Buckets, state: State, engine: Engine) -> None:
         """Waits for what is under way and drops it (it would not move the mean), then averages once more."""
+        if state.expecting:  # a step that may never come: its messages are sent all the same, or their receives would wait for ever
+            state.flight, state.expecting = self.send(x, buffers, state, engine, None), False
         wait_for(state.flight)
         state.flight = None
         average(x, engine, state.schedule.k)

@@ -16,7 +16,7 @@ from rumor.flat import Flat, Places, as_real, held
 from rumor.metrics import Metrics
 from rumor.node import Node, check_shards, layouts, reshard
 from rumor.process_group import Group, ProcessGroup, check_model
-from rumor.run import Run
+from rumor.run import Run, ordinary_tensors
 from rumor.under_forward import UnderForward
 
 
@@ -35,8 +35,9 @@ class Averager:
             node. The ranks of a node must keep their parameters alike (DDP over this group) or sharded over it (FSDP2). Of what is alike,
             each of L ranks exchanges 1/L, and the node shares the outcome; of what is sharded, its own shard. Losses are averaged
             inside the node for Gossip-AGA. What is said of nodes below holds for all ranks of a node.
-        lazy: step() returns while messages are under way, and each module waits for its own parameters when it next runs forward. Call
-            settle() before you read parameters in any other way. Not for models under torch.compile.
+        lazy: step() returns while messages are under way, and each module waits for its own parameters when it next runs forward, or gives
+            its state_dict(). Call settle() before you read parameters in any other way, such as in a forward that looks at another module's
+            before it calls that. Not for models under torch.compile.
 
     A rank that waits longer than the group's time-out (`init_process_group(timeout=...)`, `new_group(timeout=...)`) raises ConnectionError.
     A model that is not finite raises FloatingPointError on every rank, naming the node and the step.
@@ -72,7 +73,7 @@ class Averager:
         self._trained = Places(model, "_parameters", lambda p: p.requires_grad)
         self._buffers = Places(model, "_buffers", is_averaged)
         self._showing_mean = False
-        with torch.no_grad():
+        with ordinary_tensors():
             self._node.broadcast([*model.parameters(), *model.buffers()])
             self._part, self._buffer_part = self._node.part(self._trained.tensors()), self._node.part(self._buffers.tensors())
             self._x = Flat(self._part.mine, self.engine.room)
@@ -80,8 +81,13 @@ class Averager:
             self._run = Run(algorithm, self.engine, self._x, self._b)
         self._lazy = lazy
         if lazy:
-            settle = weakref.WeakMethod(self._settle)  # the hooks must not keep this Averager alive
-            hooks = UnderForward(model, self._x.buckets_of, lambda buckets: here(buckets) if (here := settle()) else None)
+            here = weakref.ref(self)  # the hooks must not keep this Averager alive
+            hooks = UnderForward(
+                model,
+                self._x.buckets_of,
+                is_under_way=lambda: (averager := here()) is not None and averager._run.is_under_way,
+                settle=lambda buckets: averager._settle(buckets) if (averager := here()) is not None else None,
+            )
             weakref.finalize(self, hooks.remove).atexit = False
 
     def __repr__(self) -> str:
@@ -92,7 +98,7 @@ class Averager:
         """Rounds by kind, bytes sent, seconds spent waiting, and the period in force."""
         return self.engine.metrics
 
-    @torch.no_grad()
+    @ordinary_tensors()
     def step(self, loss: Tensor | float | None = None, lr: float | None = None) -> None:
         """Mixes the models. Call it once per optimizer step, on every node, also where GradScaler has skipped the optimizer's.
 
@@ -100,20 +106,19 @@ class Averager:
             loss: this rank's loss of this step; Gossip-AGA needs it, others ignore it.
             lr: the current learning rate; SlowMo needs it, others ignore it.
         """
-        if self._showing_mean:
-            raise RuntimeError("step() inside averaged() would be undone when it ends: leave the block first")
-        self._find_tensors()
+        self._refuse_in_averaged("step()")
+        self._find_tensors(all_of_them=self._run.round() == "global")
         self._run.begin(self._as_scalar(loss), lr)
         replaces_buffers = self._run.round() == "global" and len(self._b)  # which a forward would have updated by then
         if not self._lazy or replaces_buffers:
             self.settle()
 
-    @torch.no_grad()
+    @ordinary_tensors()
     def settle(self) -> None:
         """With `lazy`: waits for what step() left under way, so that the parameters can be read."""
         self._settle(None)
 
-    @torch.no_grad()
+    @ordinary_tensors()
     def _settle(self, buckets: int | None) -> None:
         k, kind = self._run.k, self._run.round()
         if self._run.settle(buckets):
@@ -128,18 +133,33 @@ class Averager:
         """After a global round, inside the node: float buffers have changed, too, and alarms are settled."""
         self._node.share(self._part, self._buffer_part, settle=True)
 
-    def _find_tensors(self) -> None:
-        """Parameters must be where they were, since the optimizer has them too; buffers may have been replaced, as some models do."""
+    def _refuse_in_averaged(self, what: str) -> None:
+        if self._showing_mean:
+            raise RuntimeError(f"{what} inside averaged() would be undone when it ends: leave the block first")
+
+    def _find_tensors(self, all_of_them: bool = True) -> None:
+        """Parameters must be where they were, since the optimizer has them too; buffers may have been replaced, as some models do.
+
+        `all_of_them`: looks for parameters that came later, too, which takes a walk over all modules.
+        """
         self.settle()
+        if all_of_them and (others := self._trained.others()):
+            raise RuntimeError(
+                f"{', '.join(others)} came after the Averager was built (a module was added or replaced), and would not be averaged: do "
+                "that first, then build the optimizer and the Averager"
+            )
         if any(p.requires_grad for p in self._frozen):
             raise RuntimeError("a parameter that was frozen when the Averager was built now trains: build the Averager after unfreezing")
         if self._trained.have_changed():
-            if self._part.is_gathered(self._trained.tensors()):
+            if not self._trained.are_gone() and self._part.is_gathered(self._trained.tensors()):
                 raise RuntimeError("FSDP has parameters gathered, as its root has after a forward without a backward: call model.reshard()")
             raise RuntimeError(
                 "a parameter has been replaced, or has moved in memory, since the Averager was built (model.to(), .half(), an assignment "
-                "to .data, load_state_dict(assign=True)): do that first, then build the optimizer and the Averager"
+                "to .data, load_state_dict(assign=True), pruning, a parametrization): do that first, then build the optimizer and the "
+                "Averager"
             )
+        if self._buffers.are_gone():
+            raise RuntimeError("a float buffer is gone since the Averager was built: do that first, then build the Averager")
         if self._buffers.have_changed():
             self._buffer_part = self._node.part(self._buffers.tensors())
             self._b.rebind(self._buffer_part.mine)
@@ -153,9 +173,10 @@ class Averager:
             raise ValueError(f"step() takes this node's loss as one number, got a tensor of shape {list(torch.as_tensor(loss).shape)}")
         return self._node.mean(scalar)
 
-    @torch.no_grad()
+    @ordinary_tensors()
     def finish(self) -> None:
-        """Waits for what is in flight, then averages once more: all nodes end with the same model. A collective."""
+        """Waits for what is in flight or expected, then averages once more: all nodes end with the same model. A collective."""
+        self._refuse_in_averaged("finish()")
         self._find_tensors()
         self._run.finish()
         self._share_all()
@@ -163,36 +184,38 @@ class Averager:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model holds the mean of all nodes (to evaluate or save it); after, its own again. A collective."""
-        self._find_tensors()
-        tensors = [as_real(t) for t in (*self._trained.tensors(), *self._buffers.tensors())]
-        own = [t.clone() for t in tensors]
+        self._refuse_in_averaged("averaged()")
+        with ordinary_tensors():
+            self._find_tensors()
+            tensors = [as_real(t) for t in (*self._trained.tensors(), *self._buffers.tensors())]
+            own = [t.clone() for t in tensors]
         try:
             self._showing_mean = True
-            with torch.no_grad():
+            with ordinary_tensors():
                 self._run.show_mean()
                 self._share_all()
             yield
         finally:
             self._showing_mean = False
             reshard(self._model)  # what FSDP has gathered inside is the mean
-            with torch.no_grad():
+            with ordinary_tensors():
                 for t, value in zip(tensors, own, strict=True):
                     t.copy_(value)
 
-    @torch.no_grad()
+    @ordinary_tensors()
     def consensus_distance(self) -> float:
         """1/n sum_i ||x_i - x_bar||^2 of the trained parameters. A collective."""
         self._find_tensors()
         self.metrics.consensus_distance = self._node.sum(self._run.consensus_distance())
         return self.metrics.consensus_distance
 
-    @torch.no_grad()
+    @ordinary_tensors()
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, with the messages in flight; the model and the optimizer are saved beside it, each rank its own."""
         self.settle()
         return {**self._run.state_dict(), "rank": self.engine.rank, "local_rank": self._node.local_rank}
 
-    @torch.no_grad()
+    @ordinary_tensors()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`. Build the Averager first, then load model, optimizer and averager."""
         here = self.engine.rank, self._node.local_rank

@@ -6,9 +6,9 @@ Tensors are read and written in place and never rebound, so optimizers, `torch.c
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -51,19 +51,35 @@ class Places:
     """Where a module keeps its parameters or buffers, to notice when one has been put in another's place. Shared ones count once."""
 
     def __init__(self, module: nn.Module, registry: str, wanted: Callable[[Tensor], bool]):
-        self._places: list[tuple[dict[str, Tensor], str]] = []
-        seen: set[int] = set()
-        for owner in module.modules():
-            tensors: dict[str, Tensor | None] = getattr(owner, registry)
-            for name, t in tensors.items():
-                if t is not None and wanted(t) and id(t) not in seen:
-                    seen.add(id(t))
-                    self._places.append((cast("dict[str, Tensor]", tensors), name))
+        self._module, self._registry, self._wanted = module, registry, wanted
+        self._places = [(registered, name) for registered, name, _ in self._walk()]
         self.remember()
+
+    def _walk(self) -> Iterator[tuple[dict[str, Tensor | None], str, str]]:
+        """Where each of them is, and what the module calls it."""
+        seen: set[int] = set()
+        for prefix, owner in self._module.named_modules():
+            tensors: dict[str, Tensor | None] = getattr(owner, self._registry)
+            for name, t in tensors.items():
+                if t is not None and self._wanted(t) and id(t) not in seen:
+                    seen.add(id(t))
+                    yield tensors, name, f"{prefix}.{name}".lstrip(".")
+
+    def _now(self) -> list[Tensor | None]:
+        return [registered.get(name) for registered, name in self._places]
 
     def tensors(self) -> list[Tensor]:
         """Those that are there now, in the order of `module.parameters()`."""
-        return [registered[name] for registered, name in self._places]
+        return [t for t in self._now() if t is not None]
+
+    def are_gone(self) -> bool:
+        """Are there fewer than there were?"""
+        return any(t is None for t in self._now())
+
+    def others(self) -> list[str]:
+        """Names of those that the module has by now elsewhere."""
+        known = {id(t) for t in self.tensors()}
+        return [name for registered, key, name in self._walk() if id(registered[key]) not in known]
 
     def remember(self) -> None:
         self._were_at = self._whereabouts()
@@ -73,7 +89,7 @@ class Places:
         return self._were_at != self._whereabouts()
 
     def _whereabouts(self) -> list[tuple[int, int]]:
-        return [(id(t), held(t).data_ptr()) for t in self.tensors()]
+        return [(id(t), 0 if t is None else held(t).data_ptr()) for t in self._now()]
 
 
 class Flat:

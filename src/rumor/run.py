@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +16,13 @@ from rumor.engine import NO_SCALARS, Buckets, Done, Engine, Mixed, Pending, accu
 from rumor.schedule import ScheduleState
 
 FORMAT = 2  # of the state
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """No history is recorded, and what is made inside is fit for later steps, also where the caller evaluates in inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 class Run:
@@ -40,15 +49,19 @@ class Run:
         """Sends what this step sends. It ends with settle()."""
         if self.algorithm.needs_loss and loss is None:
             raise ValueError("Gossip-AGA adapts its period to the loss: call step(loss) with this step's loss")
-        if self.algorithm.needs_lr and not isinstance(lr, (int, float)):
-            call = "step(loss, lr=scheduler.get_last_lr()[0]), before scheduler.step()"
-            raise ValueError(f"SlowMo needs the current learning rate: call {call}; got lr={lr!r}")
+        if self.algorithm.needs_lr:
+            lr = _as_number(lr)
         self._kind = self.round()
         self.metrics.step_begins()
         with record_function(f"rumor::{self._kind}"), self.metrics.at_work():
             loss = loss if self.algorithm.needs_loss else None
             self._mixing = self.algorithm.begin(self.x, self.buffers, self.state, self.engine, loss, lr)
         self._in_place = 0
+
+    @property
+    def is_under_way(self) -> bool:
+        """Has a step begun that has not ended?"""
+        return self._mixing is not None
 
     def settle(self, buckets: int | None = None) -> bool:
         """Mixes the first `buckets` buckets of the step that has begun, all that is left of it if None. Was that the step's end?"""
@@ -130,7 +143,7 @@ class Run:
             for tensor, value in zip(tensors, buckets[name], strict=True):
                 tensor.copy_(value)
         state.scalars = {name: saved["scalars"][name].to(tensor, copy=True) for name, tensor in state.scalars.items()}
-        state.schedule, state.flight = ScheduleState(**saved["schedule"]), flight
+        state.schedule, state.flight, state.expecting = ScheduleState(**saved["schedule"]), flight, False
         self.metrics.rounds.clear()
         self.metrics.rounds.update(saved["rounds"])
         self.metrics.bytes_sent = saved["bytes_sent"]
@@ -155,6 +168,18 @@ class Run:
             loss=None if saved["loss"] is None else Done(Mixed(saved["loss"], saved["loss"])),
             relayed=saved["relayed"],
         )
+
+
+def _as_number(lr: object) -> float:
+    """A learning rate as schedulers and optimizers have it, a tensor included."""
+    try:
+        number = float(lr)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        call = "step(loss, lr=scheduler.get_last_lr()[0]), before scheduler.step()"
+        raise ValueError(f"SlowMo needs the current learning rate: call {call}; got lr={lr!r}")
+    return number
 
 
 def _joined(tensors: Sequence[Tensor]) -> Tensor:

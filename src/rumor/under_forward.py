@@ -15,24 +15,34 @@ class UnderForward:
     """Hooks that call `settle(m)` before a module runs whose parameters are in the first m buckets, and `settle(None)` before an optimizer.
 
     A parameter must be used by the forward of the module that holds it, or of a torch.nn module around that (nn.MultiheadAttention uses
-    its out_proj so). A forward of the whole model that has left a module out is an error: some of its parameters may have been stale.
+    its out_proj so). A forward of the whole model that has left a module out while messages were under way is an error: some of its
+    parameters may have been stale. Saving a state waits for all.
     """
 
-    def __init__(self, model: nn.Module, buckets_of: Callable[[list[Tensor]], int], settle: Callable[[int | None], None]):
-        self._settle = settle
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets_of: Callable[[list[Tensor]], int],
+        is_under_way: Callable[[], bool],
+        settle: Callable[[int | None], None],
+    ):
+        self._settle, self._is_under_way = settle, is_under_way
         self._must_run: dict[nn.Module, str] = {}  # by its name in the model
         self._not_yet: dict[nn.Module, str] = {}
-        self._hooks = [register_optimizer_step_pre_hook(self._before_optimizer)]
-        self._hooks += [model.register_forward_pre_hook(self._before_model), model.register_forward_hook(self._after_model)]
+        self._hooks = [register_optimizer_step_pre_hook(self._before_all)]
         inside: set[nn.Module] = set()  # of a torch.nn module that may use their parameters itself
         for name, module in model.named_modules():
+            self._hooks.append(module.register_state_dict_pre_hook(_Hook(self._before_all)))
             is_whole = type(module).__module__.startswith("torch.nn.") and not isinstance(module, CONTAINERS)
             used: list[Tensor] = [p for p in module.parameters(recurse=is_whole) if p.requires_grad]
             if used and module not in inside:
                 self._must_run[module] = name
-                self._hooks.append(module.register_forward_pre_hook(self._before_module(buckets_of(used))))
+                before = _Hook(self._before_module(buckets_of(used)))
+                self._hooks.append(module.register_forward_pre_hook(before, prepend=True))  # weight_norm's own reads parameters
             if is_whole:
                 inside.update(module.modules())
+        self._hooks.append(model.register_forward_pre_hook(_Hook(self._before_model), prepend=True))  # last, so that it comes first
+        self._hooks.append(model.register_forward_hook(_Hook(self._after_model)))
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -46,7 +56,7 @@ class UnderForward:
         return hook
 
     def _before_model(self, model: nn.Module, inputs: Any) -> None:
-        self._not_yet = dict(self._must_run)
+        self._not_yet = dict(self._must_run) if self._is_under_way() else {}
 
     def _after_model(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         if self._not_yet:
@@ -57,5 +67,22 @@ class UnderForward:
             )
         self._settle(None)
 
-    def _before_optimizer(self, optimizer: Any, arguments: Any, options: Any) -> None:
+    def _before_all(self, *_: Any) -> None:
         self._settle(None)
+
+
+class _Hook:
+    """Calls `call`, for the module that it was made for. A copy of it, in a copy or a pickle of the module, does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None):
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._call is not None:
+            self._call(*arguments)
+
+    def __deepcopy__(self, memo: Any) -> _Hook:
+        return _Hook()
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
