@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+
+from images.idx import find, read_idx  # noqa: F401 (what accuracy.py calls as its own)
 
 WIDTHS = (784, 320, 160, 10)
 BATCH = 1024  # of all hosts together, so that a step is the same amount of work on 4 hosts and on 8
@@ -20,26 +23,6 @@ LR, WARM_UP = 0.2, 0.15  # the highest rate, reached after this share of the ste
 H = 6
 AGA_WARM_UP = 0.04  # share of the steps
 MEAN, DEVIATION = 0.286, 0.353  # of the training images' pixels, from 0 to 1
-FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
-
-
-def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An IDX file of bytes: two zeros, the type (8), the number of dimensions, their sizes as big-endian int32, the data."""
-    raw = path.read_bytes()
-    if raw[:3] != b"\0\0\x08":
-        raise ValueError(f"{path} is no IDX file of bytes: it must begin with 00 00 08, not {raw[:3].hex(' ')}")
-    shape = np.frombuffer(raw, ">i4", count=raw[3], offset=4)
-    return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
-
-
-def find(folder: Path | None) -> Path:
-    """The folder that holds FILES: `folder` or one below it."""
-    if folder is not None:
-        for images in sorted(folder.rglob(FILES[0])):
-            if all(images.with_name(name).exists() for name in FILES):
-                return images.parent
-    where = f"{folder} has not" if folder else "give --data FOLDER with"
-    raise FileNotFoundError(f"Fashion-MNIST is not there: {where} all of {', '.join(FILES)} (unpacked)")
 
 
 def load(folder: Path, part: str, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -1,5 +1,6 @@
 """The Simulator: stacked leaves, vmap, buffers, randomness, optimizers, modules to look at."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -220,6 +221,43 @@ def test_wrong_input_is_refused() -> None:
         rumor.Simulator(network(), rumor.slowmo(RING, 4)).step()
     with pytest.raises(ValueError, match="no parameters that train"):
         rumor.Simulator(nn.ReLU(), rumor.gossip_sgd(RING))
+
+
+def trained(sim: rumor.Simulator, losses_of: Any, steps: int) -> Tensor:
+    opt = torch.optim.SGD(sim.parameters(), lr=0.1)
+    for x, y in zip(*batches(steps), strict=True):
+        opt.zero_grad()
+        losses = losses_of(x, y)
+        losses.sum().backward()
+        opt.step()
+        sim.step(losses)
+    return sim.X
+
+
+def test_a_restarted_simulator_is_as_good_as_a_new_one() -> None:
+    model, other = network(), rumor.gossip_aga(rumor.one_peer_exponential(N), 3)
+    sim = rumor.Simulator(model, rumor.gossip_pga(RING, 3, delay=1))
+    leaves = list(sim.parameters())
+    trained(sim, partial(sim, loss_fn), 5)
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    sim.restart(other)
+    assert all(a is b for a, b in zip(leaves, sim.parameters(), strict=True)), "a captured step reads where they were"
+    new = rumor.Simulator(model, other)
+    assert torch.equal(trained(sim, partial(sim, loss_fn), 7), trained(new, partial(new, loss_fn), 7))
+    assert sim.metrics.rounds == new.metrics.rounds
+    with pytest.raises(ValueError, match=r"has 4 nodes, and ring\(5\) is for 5: build another one"):
+        sim.restart(rumor.gossip_sgd(rumor.ring(5)))
+
+
+def test_a_compiled_simulator_trains_alike() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+    plain, compiled = (rumor.Simulator(model, rumor.gossip_pga(RING, 3)) for _ in range(2))
+    losses_of = compiled.compiled(loss_fn, fullgraph=True, backend="aot_eager")  # traced as a whole; no compiler needed
+    assert torch.allclose(trained(compiled, losses_of, 5), trained(plain, partial(plain, loss_fn), 5), atol=1e-12)
+    assert all(torch.allclose(a, b) for a, b in zip(compiled.mean_model().buffers(), plain.mean_model().buffers(), strict=True))
+    with pytest.raises(ValueError, match=r"with n = 4, one row a node, got \[3, 8, 5\]"):
+        losses_of(torch.zeros(3, 8, 5), torch.zeros(3, 8))
 
 
 def test_a_ring_of_ten_thousand_nodes_is_practical() -> None:

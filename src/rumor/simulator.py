@@ -57,13 +57,34 @@ class Simulator:
         self._buffers = {name: _stack(buffer, n) for name, buffer in model.named_buffers()}
         self._trained = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
         self._frozen = [leaf for leaf in self._leaves.values() if not leaf.requires_grad]
-        floats = [b for b in self._buffers.values() if is_averaged(b)]
-        self.engine = Stacked(n, self._trained[0].device)
-        keep = algorithm.delay > 0
-        rows = [[as_real(t).view(n, -1) for t in tensors] for tensors in (self._trained, floats)]
-        with torch.no_grad():
-            self._run = Run(algorithm, self.engine, Leaves(rows[0], keep), Leaves(rows[1], keep))
         self._first_bad = torch.full((n,), -1, device=self._trained[0].device)  # the step at which each node was first not finite
+        self._start(algorithm)
+
+    @torch.no_grad()
+    def _start(self, algorithm: Algorithm) -> None:
+        self.engine = Stacked(self.n, self._trained[0].device)
+        floats = [b for b in self._buffers.values() if is_averaged(b)]
+        rows = [[as_real(t).view(self.n, -1) for t in tensors] for tensors in (self._trained, floats)]
+        self._run = Run(algorithm, self.engine, *(Leaves(row, keep=algorithm.delay > 0) for row in rows))
+        self._was_global = False  # the last round
+        self._first_bad.fill_(-1)
+
+    @torch.no_grad()
+    def restart(self, algorithm: Algorithm) -> None:
+        """From the beginning, with the model as it is now and any algorithm for as many nodes.
+
+        The stacked tensors stay where they are, so that a step that was compiled, or captured in a CUDA graph, serves many runs; an
+        optimizer's state is its own matter.
+        """
+        check_algorithm(algorithm)
+        if algorithm.topology.n != self.n:
+            raise ValueError(
+                f"this Simulator has {self.n} nodes, and {algorithm.topology} is for {algorithm.topology.n}: build another one"
+            )
+        for stacked, own in ((self._leaves, self._model.named_parameters()), (self._buffers, self._model.named_buffers())):
+            for name, tensor in own:
+                stacked[name].copy_(tensor.expand_as(stacked[name]))
+        self._start(algorithm)
 
     def __repr__(self) -> str:
         return f"Simulator({self.n} nodes, after {self._run.k} steps of {self._run.algorithm})"
@@ -89,19 +110,44 @@ class Simulator:
 
     def __call__(self, loss_fn: Callable[..., Tensor], *batch: Any) -> Tensor:
         """Losses `[n]` of all nodes. `loss_fn(model, *node_batch)` gives one node's; tensors in `batch` are `[n, B, ...]`."""
+        self._check(batch)
+        run = self._all_at_once if self._vmap else self._node_by_node
+        return self._taken_over(*run(loss_fn, dict(self._leaves), self._buffers, batch))
+
+    def compiled(self, loss_fn: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
+        """`sim(loss_fn, *batch)` as a function of the batch that `torch.compile(..., **options)` has compiled. It outlives restart().
+
+        Batches should have one shape: with dynamic=False, the default here, each is compiled for itself (vmap can't take sizes as symbols).
+        """
+        node = _Node(self._model)
+
+        def of_one(leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+            given = {f"model.{name}": tensor for name, tensor in {**leaves, **buffers}.items()}
+            result: tuple[Tensor, dict[str, Tensor]] = functional_call(node, given, (loss_fn, batch))
+            return result
+
+        of_all = torch.compile(vmap(of_one, randomness="different"), **{"dynamic": False, **options})
+
+        def losses_of(*batch: Any) -> Tensor:
+            self._check(batch)
+            return self._taken_over(*of_all(dict(self._leaves), self._buffers, batch))
+
+        return losses_of
+
+    def _check(self, batch: tuple[Any, ...]) -> None:
         for leaf in tree_leaves(batch):
             if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != self.n:
                 got = list(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
                 raise ValueError(f"each tensor of a batch must be [n, ...] with n = {self.n}, one row a node, got {got}")
-        run = self._all_at_once if self._vmap else self._node_by_node
-        losses, changed = run(loss_fn, dict(self._leaves), self._buffers, batch)
+
+    def _taken_over(self, losses: Tensor, changed: dict[str, Tensor]) -> Tensor:
+        """The losses, once the buffers are as the model has left them."""
         if losses.dim() != 1:
             raise ValueError(f"loss_fn must return one number for its node, got a tensor of shape {list(losses.shape[1:])}")
         with torch.no_grad():
             for name, value in changed.items():
                 self._buffers[name].copy_(value)
-        result: Tensor = losses
-        return result
+        return losses
 
     def _one_node(
         self, loss_fn: Callable[..., Tensor], leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]
@@ -149,11 +195,15 @@ class Simulator:
         self._run.step(None if losses is None else losses.detach().to(torch.float64)[:, None], lr)
 
     def _look_for_bad_nodes(self) -> None:
-        """Raises, naming the node and the step, if a model is not finite; on a GPU by the next global round, to spare it the wait."""
+        """Raises, naming the node and the step, if a model is not finite; on a GPU before the next average, to spare it the wait."""
         k = self._run.k
-        total = torch.stack([as_real(leaf).reshape(self.n, -1).sum(dim=1, dtype=torch.float64) for leaf in self._trained]).sum(dim=0)
-        self._first_bad = torch.where((self._first_bad < 0) & ~total.isfinite(), k, self._first_bad)
-        if total.is_cuda and self._run.round() != "global" and (k + 1) % LOOK_EVERY:
+        largest = torch.stack(
+            [as_real(leaf).reshape(self.n, -1).norm(torch.inf, dim=1).double() for leaf in self._trained if leaf.numel()]
+        ).sum(dim=0)
+        self._first_bad = torch.where((self._first_bad < 0) & ~largest.isfinite(), k, self._first_bad)
+        was_global, self._was_global = self._was_global, self._run.round() == "global"
+        # where global follows global (Parallel SGD) all nodes are the same already, and an average spoils nothing
+        if largest.is_cuda and (was_global or not self._was_global) and (k + 1) % LOOK_EVERY:
             return
         bad = [(step, node) for node, step in enumerate(self._first_bad.tolist()) if step >= 0]
         if bad:

@@ -1,0 +1,143 @@
+"""What simulating n nodes costs: a step of 32 nodes x 32 images on one GPU, beside the same images in one big batch through one model.
+
+    python benchmarks/simulated_step.py --out benchmarks/results/simulated-step.json       # on a machine with a GPU; 3 minutes
+
+The big batch runs through the same network with cuDNN's convolutions, compiled, launched as usual and captured in a CUDA graph (as the
+simulator's step is); a loop over 32 modules is the plain way to simulate. All take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
+
+import rumor
+from images import networks
+from images.train import loss_of, optimizer
+from measure import machine, save
+from networks.engines import Simulated
+
+NODES, BATCH, SIDE, CLASSES, LR = 32, 32, 32, 10, 0.01
+MAKE = partial(optimizer, momentum=0.9)
+
+
+def by_cudnn(x: Tensor, w: Tensor, padding: int) -> Tensor:
+    return functional.conv2d(x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2), padding=padding).permute(0, 2, 3, 1)
+
+
+def built(images: Tensor) -> nn.Module:
+    model = networks.SmallResNet(CLASSES).to(images.device)
+    model.start(images.flatten(0, 1).float())
+    return model
+
+
+def big_batch(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
+    """One model on all images: as it is usually run, and captured."""
+    model, lr = built(x), torch.tensor(LR, device=x.device)
+    images, labels = x.flatten(0, 1), y.flatten()
+    opt = MAKE(model.named_parameters(), model, lr)
+    compiled = torch.compile(lambda: loss_of(model, images, labels))
+
+    def step() -> None:
+        compiled().backward()
+        opt.step()
+        opt.zero_grad()
+
+    return {"one big batch, compiled": step, "the same in a CUDA graph": captured(step)}
+
+
+def captured(step: Callable[[], object]) -> Callable[[], object]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def one_by_one(x: Tensor, y: Tensor) -> Callable[[], object]:
+    """A loop over modules, each with an optimizer of its own."""
+    models = [built(x) for _ in range(NODES)]
+    opts = [MAKE(model.named_parameters(), model, torch.tensor(LR, device=x.device)) for model in models]
+
+    def step() -> None:
+        for model, opt, images, labels in zip(models, opts, x, y, strict=True):
+            loss_of(model, images, labels).backward()
+            opt.step()
+            opt.zero_grad()
+
+    return step
+
+
+def simulated(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
+    """A simulator for each method, since all take turns."""
+    peers = rumor.one_peer_exponential(NODES)
+    methods = {
+        "Parallel SGD": rumor.parallel_sgd(NODES),
+        "Gossip SGD": rumor.gossip_sgd(peers),
+        "Gossip-PGA (6)": rumor.gossip_pga(peers, 6),
+        "OSGP": rumor.osgp(peers),
+    }
+    steps: dict[str, Callable[[], object]] = {}
+    for name, algorithm in methods.items():
+        trainer = Simulated(built(x), NODES, (x, y), loss_of, MAKE)
+        trainer.start(algorithm)
+        steps[f"{NODES} nodes, {name}"] = partial(trainer.step, (x, y), LR)
+    return steps
+
+
+def in_turns(steps: dict[str, Callable[[], object]], turns: int, length: int) -> dict[str, dict[str, float]]:
+    """Seconds of a step, of each: the median of turns of `length` steps, fastest and slowest."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(turns + 1):
+        for name, step in steps.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            step()
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(length):
+                step()
+            end.record()
+            torch.cuda.synchronize()
+            if turn:  # the first one warms up
+                seconds[name].append(begin.elapsed_time(end) / 1e3 / length)
+    return {name: {"median": sorted(s)[len(s) // 2], "fastest": min(s), "slowest": max(s)} for name, s in seconds.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--turns", type=int, default=7)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU")
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    x = torch.randn(NODES, BATCH, SIDE, SIDE, 3, device=device).bfloat16()
+    y = torch.randint(CLASSES, (NODES, BATCH), device=device)
+    steps: dict[str, Any] = simulated(x, y)
+    ours, networks.convolution = networks.convolution, by_cudnn  # type: ignore[assignment]
+    steps |= big_batch(x, y) | {f"a loop over {NODES} modules": one_by_one(x, y)}
+    found = in_turns(steps, options.turns, 24)
+    networks.convolution = ours
+    for name, spread in found.items():
+        print(f"{name:28} {1e3 * spread['median']:7.2f} ms ({1e3 * spread['fastest']:.2f} to {1e3 * spread['slowest']:.2f})")
+    save(options.out, {"machine": machine(), "device": torch.cuda.get_device_name(), "nodes": NODES, "batch": BATCH, "seconds": found})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The paper's image tables (1, 7, 8, 9, 10, 15, 16) on CIFAR-10, and labels that are not spread evenly, which it did not try.
+
+Expect Gossip-PGA and Gossip-AGA to end where Parallel SGD does; Gossip SGD on a ring, Local SGD, and long periods to end below. All nodes
+are simulated exactly on one GPU.
+
+    python experiments/image_classification.py --data FOLDER                   # CIFAR-10's binary files
+    python experiments/image_classification.py --data FOLDER --table 7 9       # some tables
+    python experiments/image_classification.py --data FOLDER --quick           # Fashion-MNIST, 8 nodes: 3 minutes on two cores
+    torchrun ... experiments/image_classification.py --data FOLDER --engine processes --net resnet50      # train/ and val/ of ImageNet
+
+Every run is a row of --out, and is not run again: stop it when you like, and start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from images.data import Data, Scale, load
+from images.networks import NETWORKS
+from images.split import split_of
+from images.study import TABLES
+from images.train import loss_of, optimizer, train
+from networks import command
+from networks.engines import OneOfMany, Simulated, Trainer, device_name
+from networks.hours import hours
+from networks.runs import Run
+from networks.store import Finished, Store
+from rumor.cost.paper import RESNET50
+
+RESULTS = Path(__file__).parent / "results" / "image_classification.csv"
+EPOCHS, QUICK_EPOCHS, BATCH = 40, 2, 32
+LR_PER_IMAGE = 2.0 / 1024  # tuned once, for Parallel SGD with 32 nodes x 32 images; it grows with the batch of all nodes (linear scaling)
+QUICK_LR_PER_IMAGE = 4 * LR_PER_IMAGE  # its batches are smaller, and its runs shorter
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    with command.processes(options) as is_first:
+        data = load(options.data, torch.device(options.device), options.side)
+        store = Store(options.out, TABLES, data.name, options.epochs)
+        command.run_missing(options, TABLES, store, Runner(data, options), is_first)
+
+
+class Runner:
+    """Trains one run after the other; the last trainer is kept, since what it has compiled may serve the next one."""
+
+    def __init__(self, data: Data, options: argparse.Namespace):
+        self.data, self.options, self.scale = data, options, Scale(data)
+        self._trainer: tuple[tuple[int, float], Trainer, nn.Module] | None = None
+
+    def __call__(self, run: Run) -> Finished:
+        options, data = self.options, self.data
+        trainer, model = self._trainer_of(run)
+        torch.manual_seed(run.seed)
+        model.start(self.scale(data.sample()))  # type: ignore[operator]
+        split = split_of(run.split, data.labels, run.nodes, run.seed)
+        peak = (QUICK_LR_PER_IMAGE if options.quick else LR_PER_IMAGE) * run.nodes * options.batch
+        epochs = options.epochs * run.stretch
+        steps = epochs * (len(data.labels) // (run.nodes * options.batch))
+        done = train(trainer, run.algorithm(steps), data, self.scale, split, options.batch, epochs, peak, run.seed)
+        return Finished(
+            lr=peak,
+            accuracy=done.curve[-1][1],
+            worst_node=min(done.nodes),
+            loss=done.curve[-1][0],
+            global_share=done.global_share,
+            hours=hours(run, done.global_share, RESNET50),
+            gpu_seconds=done.seconds,
+            device=device_name(data.device),
+            curve=done.curve,
+        )
+
+    def trainer_key(self, run: Run) -> tuple[int, float]:
+        return run.nodes, run.momentum
+
+    def _trainer_of(self, run: Run) -> tuple[Trainer, nn.Module]:
+        key = self.trainer_key(run)
+        if self._trainer is None or self._trainer[0] != key:
+            self._trainer = None  # one set of stacked models at a time
+            sample = self.scale(self.data.sample())
+            model = NETWORKS[self.options.net](self.data.classes, sample.shape[-1]).to(self.data.device)
+            model.start(sample)  # type: ignore[operator]
+            self._trainer = (key, self._new_trainer(run, model), model)
+        return self._trainer[1], self._trainer[2]
+
+    def _new_trainer(self, run: Run, model: nn.Module) -> Trainer:
+        make = partial(optimizer, momentum=run.momentum)
+        if self.options.engine == "processes":
+            return OneOfMany(model, self.data.device, loss_of, make)
+        order = torch.zeros(1, run.nodes, self.options.batch, dtype=torch.long)
+        x, y = next(iter(self.data.take(order, range(run.nodes), 0)))
+        return Simulated(model, run.nodes, (self.scale(x), y), loss_of, make)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of CIFAR-10, Fashion-MNIST, or train/ and val/ by class")
+    parser.add_argument("--epochs", type=int, help=f"of a run that is not stretched; {EPOCHS} if not given, with --quick {QUICK_EPOCHS}")
+    parser.add_argument("--batch", type=int, default=BATCH, help="images of a node at a step")
+    parser.add_argument("--net", choices=list(NETWORKS), help="small if not given, with --quick tiny")
+    parser.add_argument("--side", type=int, default=224, help="pixels of an image, for folders")
+    command.add_options(parser, TABLES, RESULTS)
+    options = parser.parse_args(arguments)
+    options.net = options.net or ("tiny" if options.quick else "small")
+    options.epochs = options.epochs or (QUICK_EPOCHS if options.quick else EPOCHS)
+    command.complete(options, parser, TABLES, RESULTS)
+    return options
+
+
+if __name__ == "__main__":
+    main()

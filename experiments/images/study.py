@@ -1,0 +1,30 @@
+"""The paper's image tables, and one of ours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from networks.command import QUICK
+from networks.runs import Run, Table, changed
+
+PARALLEL = Run("Parallel SGD", "complete")
+LOCAL = Run("Local SGD", "isolated", 6)
+GOSSIP, OSGP = Run("Gossip SGD"), Run("OSGP")
+PGA, AGA, SLOWMO = Run("Gossip-PGA", H=6), Run("Gossip-AGA", H=4), Run("SlowMo", H=6)
+ONCE = (PARALLEL, LOCAL, GOSSIP, OSGP, PGA, AGA)
+GOSSIP_X2 = replace(GOSSIP, stretch=2)
+
+TABLES = {
+    "7": Table((*ONCE, GOSSIP_X2, replace(OSGP, stretch=2), replace(LOCAL, stretch=3)), seeds=5),
+    "9": Table((PARALLEL, *changed((GOSSIP, PGA), topology="ring")), seeds=5),
+    "7 at n = 50": Table(changed(ONCE, nodes=50), seeds=5),
+    "15": Table((PARALLEL, GOSSIP, *(replace(PGA, H=H) for H in (3, 6, 12, 24, 48)))),
+    "8": Table((PARALLEL, *(replace(run, H=H) for H in (6, 48) for run in (PGA, SLOWMO)))),
+    "10": Table(tuple(run for n in (4, 8, 16, 32) for run in changed((PARALLEL, GOSSIP, PGA), nodes=n))),
+    "16": Table(changed((PARALLEL, GOSSIP, PGA), momentum=0.0)),
+    "labels": Table(
+        tuple(run for alpha in (0.3, 0.1) for run in changed((PARALLEL, LOCAL, GOSSIP, PGA, AGA), split=f"dirichlet({alpha})"))
+    ),
+    "1": Table((PARALLEL, GOSSIP, GOSSIP_X2, *changed((GOSSIP, GOSSIP_X2), topology="ring")), seeds=5),
+    QUICK: Table(changed((PARALLEL, LOCAL, *changed((GOSSIP, PGA, AGA), topology="ring")), nodes=8), seeds=1),
+}

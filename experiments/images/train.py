@@ -1,0 +1,89 @@
+"""A run of the image study: loss, optimizer, schedule, and the loop, on either engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from images.data import Data, Scale
+from images.split import Split
+from networks.engines import Trainer, all_of_ranks, mean_over_ranks
+from rumor.algorithm import Algorithm
+
+WARM_UP = 0.04  # share of all steps, as in the paper
+DECAYS = (0.25, 0.5, 0.75)  # where the learning rate falls to a tenth
+SMOOTHING = 0.2  # of labels
+WEIGHT_DECAY = 5e-4
+
+
+def lr_at(step: int, steps: int, peak: float) -> float:
+    """
+    >>> [round(lr_at(k, 100, 1.0), 3) for k in (0, 2, 4, 24, 25, 50, 75)]
+    [0.1, 0.55, 1.0, 1.0, 0.1, 0.01, 0.001]
+    """
+    done = step / steps
+    if done < WARM_UP:
+        return peak * (0.1 + 0.9 * done / WARM_UP)
+    return float(peak * 0.1 ** sum(done >= decay for decay in DECAYS))
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """Of one node's batch."""
+    return nn.functional.cross_entropy(model(x).float(), y, label_smoothing=SMOOTHING)
+
+
+def optimizer(named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: Tensor, *, momentum: float) -> torch.optim.SGD:
+    """Weights decay; norms and biases, which in a model of one node have a single dimension, don't."""
+    dims = {name: p.dim() for name, p in of_one.named_parameters()}
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    groups = [
+        {"params": [p for name, p in trained if dims[name] > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for name, p in trained if dims[name] == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=lr.is_cuda or None)
+
+
+@dataclass
+class Trained:
+    """`curve`: after each epoch the mean training loss and the accuracy of the mean model."""
+
+    curve: list[tuple[float, float]]
+    nodes: list[float]  # accuracy of each at the end
+    global_share: float
+    seconds: float  # evaluations included
+
+
+def train(
+    trainer: Trainer, algorithm: Algorithm, data: Data, scale: Scale, split: Split, batch: int, epochs: int, peak: float, seed: int
+) -> Trained:
+    """A whole run, from the model as it is."""
+    trainer.start(algorithm)
+    steps, k, curve, began = 0, 0, [], time.perf_counter()
+    for epoch in range(epochs):
+        random = torch.Generator().manual_seed(1_000_003 * seed + epoch)  # the same order for all engines, and on all ranks
+        order = split.epoch(batch, random)
+        steps = steps or epochs * len(order)
+        losses = []
+        for x, y in data.take(order, trainer.nodes, random.initial_seed()):
+            losses.append(trainer.step((scale(x), y), lr_at(k, steps, peak)).mean())
+            k += 1
+        curve.append((mean_over_ranks(torch.stack(losses).mean()), accuracy(trainer.mean_model(), data, scale)))
+    seconds = time.perf_counter() - began
+    nodes = [accuracy(model, data, scale) for model in trainer.node_models()]
+    return Trained(curve, all_of_ranks(nodes), trainer.global_rounds() / steps, seconds)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Data, scale: Scale) -> float:
+    """On the test images."""
+    was_training, correct, count = model.training, 0, 0
+    model.eval()
+    for x, y in data.test():
+        correct += int((model(scale(x)).argmax(1) == y).sum())
+        count += len(y)
+    model.train(was_training)
+    return correct / count

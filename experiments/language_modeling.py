@@ -1,0 +1,117 @@
+"""The paper's Table 11 (BERT): masked language modelling with LAMB on Wikipedia and novels, 8 nodes.
+
+Expect Gossip-PGA and Gossip-AGA to end near Parallel SGD, Gossip SGD above them, and Local SGD last. All nodes are simulated exactly on
+one GPU; `--size large` is the paper's model of 330 M parameters.
+
+    python experiments/language_modeling.py --data FOLDER --vocabulary FILE          # enwik8 and .txt files, in it or below it
+    python experiments/language_modeling.py --data FOLDER --vocabulary FILE --quick  # a tiny model, 4 nodes: minutes on two cores
+    torchrun ... experiments/language_modeling.py --data FOLDER --vocabulary FILE --engine processes
+
+Every run is a row of --out, and is not run again: stop it when you like, and start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from networks import command
+from networks.engines import OneOfMany, Simulated, Trainer, device_name
+from networks.hours import hours
+from networks.runs import Run
+from networks.store import Finished, Store
+from rumor.cost.paper import BERT
+from text.data import LENGTH, Sequences, Special, masked, tokens
+from text.model import SIZES, Guessing, loss_of
+from text.study import TABLES
+from text.train import optimizer, train
+
+RESULTS = Path(__file__).parent / "results" / "language_modeling.csv"
+STEPS, QUICK_STEPS, BATCH = 3_000, 60, 32
+LR = 4e-3  # tuned once, for Parallel SGD
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    with command.processes(options) as is_first:
+        special = Special.of(options.vocabulary)
+        text = Sequences.of(tokens(options.data, options.vocabulary, options.cache), special).to(torch.device(options.device))
+        epochs = max(1, round(options.steps * options.batch * 8 / len(text.train)))
+        store = Store(options.out, TABLES, options.data.name, epochs)
+        command.run_missing(options, TABLES, store, Runner(text, options), is_first)
+
+
+class Runner:
+    """Trains one run after the other; the last trainer is kept, since what it has compiled may serve the next one."""
+
+    def __init__(self, text: Sequences, options: argparse.Namespace):
+        self.text, self.options = text, options
+        self._trainer: tuple[tuple[int, float], Trainer, Guessing] | None = None
+
+    def __call__(self, run: Run) -> Finished:
+        trainer, model = self._trainer_of(run)
+        torch.manual_seed(run.seed)
+        model.start()
+        done = train(trainer, run, self.text, self.options.batch, self.options.steps, self.options.lr)
+        return Finished(
+            lr=self.options.lr,
+            accuracy=None,
+            worst_node=max(done.nodes),
+            loss=done.curve[-1][1],
+            global_share=done.global_share,
+            hours=hours(run, done.global_share, BERT),
+            gpu_seconds=done.seconds,
+            device=device_name(self.text.train.device),
+            curve=done.curve,
+        )
+
+    def trainer_key(self, run: Run) -> tuple[int, float]:
+        return run.nodes, self._averages_gradients(run)
+
+    @staticmethod
+    def _averages_gradients(run: Run) -> bool:
+        """LAMB is not linear: Parallel SGD is an average of gradients, not of models."""
+        return run.method == "Parallel SGD"
+
+    def _trainer_of(self, run: Run) -> tuple[Trainer, Guessing]:
+        key = self.trainer_key(run)
+        if self._trainer is None or self._trainer[0] != key:
+            self._trainer = None
+            model = Guessing(self.options.size, self.text.special.size, LENGTH).to(self.text.train.device)
+            self._trainer = (key, self._new_trainer(run, model), model)
+        return self._trainer[1], self._trainer[2]
+
+    def _new_trainer(self, run: Run, model: nn.Module) -> Trainer:
+        device, averages_gradients = self.text.train.device, self._averages_gradients(run)
+        if self.options.engine == "processes":
+            return OneOfMany(model, device, loss_of, optimizer, averages_gradients)
+        rows = self.text.train[: run.nodes * self.options.batch].view(run.nodes, self.options.batch, LENGTH)
+        like = masked(rows, self.text.special, torch.Generator(device).manual_seed(0))
+        return Simulated(model, run.nodes, like, loss_of, optimizer, averages_gradients)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder of text: enwik8, .txt files")
+    parser.add_argument("--vocabulary", type=Path, required=True, help="BERT's WordPieces, one a line")
+    parser.add_argument("--cache", type=Path, default=Path("runs"), help="folder for what was tokenised")
+    parser.add_argument("--size", choices=list(SIZES), help="of the model; small if not given, with --quick tiny")
+    parser.add_argument("--steps", type=int, help=f"of a run that is not stretched; {STEPS} if not given, with --quick {QUICK_STEPS}")
+    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a node at a step")
+    parser.add_argument("--lr", type=float, default=LR, help="the highest")
+    command.add_options(parser, TABLES, RESULTS)
+    options = parser.parse_args(arguments)
+    options.steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
+    options.size = options.size or ("tiny" if options.quick else "small")
+    command.complete(options, parser, TABLES, RESULTS)
+    for name in ("data", "vocabulary"):
+        if not getattr(options, name).exists():
+            parser.error(f"--{name} {getattr(options, name)} is not there")
+    return options
+
+
+if __name__ == "__main__":
+    main()

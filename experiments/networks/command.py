@@ -1,0 +1,90 @@
+"""What the commands of both studies have in common: options, processes, and the loop over runs that are missing."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+
+from networks.runs import Run, Tables
+from networks.store import Finished, Store
+
+QUICK = "quick"  # the name of a small table, which is run only when asked for
+
+
+def add_options(parser: argparse.ArgumentParser, tables: Tables, results: Path) -> None:
+    parser.add_argument("--table", nargs="+", choices=list(tables), help="of the paper, or ours; all if none is given")
+    parser.add_argument("--seeds", type=int, help="as many as each table needs if not given")
+    parser.add_argument(
+        "--engine", choices=("simulated", "processes"), default="simulated", help="processes: under torchrun, a node a rank"
+    )
+    parser.add_argument("--nodes", type=int, help="in the place of what the tables have; --engine processes: as many as there are ranks")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
+    parser.add_argument("--minutes", type=float, help="start no run after so many")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that processes wait for each other")
+    parser.add_argument("--quick", action="store_true", help="a small table, one seed, short runs")
+    parser.add_argument("--out", type=Path, help=f"file of the results; {results} if not given, with --quick one in the current folder")
+
+
+def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, tables: Tables, results: Path) -> None:
+    """Fills in what depends on other options, and refuses what can't be."""
+    options.seeds = options.seeds or (1 if options.quick else None)
+    options.table = options.table or ([QUICK] if options.quick else [name for name in tables if name != QUICK])
+    options.out = options.out or (Path(f"{results.stem}-quick.csv") if options.quick else results)
+    if options.engine == "processes" and "RANK" not in os.environ:
+        parser.error("--engine processes needs torchrun: torchrun --nproc-per-node N, then this command")
+    if options.device != "cpu" and not torch.cuda.is_available():
+        parser.error(f"--device {options.device}: torch can't use that here; --device cpu works everywhere")
+    for name, value in vars(options).items():
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            parser.error(f"--{name} {value}: at least 1 needed")
+
+
+@contextmanager
+def processes(options: argparse.Namespace) -> Iterator[bool]:
+    """Joins the others, if there are any. Is this the first of them?"""
+    if options.engine == "simulated":
+        yield True
+        return
+    if options.device != "cpu":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    dist.init_process_group("gloo" if options.device == "cpu" else "nccl", timeout=datetime.timedelta(seconds=options.timeout))
+    try:
+        yield dist.get_rank() == 0
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+class Runner(Protocol):
+    def __call__(self, run: Run) -> Finished: ...
+    def trainer_key(self, run: Run) -> tuple[int, float]: ...  # runs with the same one share a trainer, and what it has compiled
+
+
+def run_missing(options: argparse.Namespace, tables: Tables, store: Store, run_one: Runner, is_first: bool) -> None:
+    """All runs of the tables that are not in the store yet, those that share a trainer one after the other, seed by seed."""
+    wanted = list(dict.fromkeys(run for name in options.table for run in tables[name].all_runs(options.seeds)))
+    nodes = dist.get_world_size() if dist.is_initialized() else options.nodes
+    if nodes is not None:
+        wanted = list(dict.fromkeys(replace(run, nodes=nodes) for run in wanted))
+    missing = sorted((run for run in wanted if store.find(run) is None), key=lambda run: (run_one.trainer_key(run), run.seed))
+    began = time.monotonic()
+    with tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit=" runs", disable=not is_first) as bar:
+        for run in missing:
+            if options.minutes is not None and time.monotonic() - began > 60 * options.minutes:
+                break
+            bar.set_description(f"{run.name}, {run.topology}, {run.nodes} nodes, seed {run.seed}")
+            finished = run_one(run)
+            if is_first:
+                store.add(run, finished)
+            bar.update()

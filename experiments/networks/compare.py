@@ -1,0 +1,94 @@
+"""What several seeds say together: means, deviations, a paired test against Parallel SGD, and when a target was reached."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from networks.runs import Run, Table
+from networks.store import Store
+
+
+@dataclass(frozen=True)
+class Seeds:
+    """One run of a table over its seeds. `values`: accuracy, or where there is none the loss."""
+
+    run: Run
+    seeds: tuple[int, ...]
+    values: tuple[float, ...]
+    worst_node: float
+    global_share: float
+    hours: float
+    seconds: float  # of all seeds together, on the device
+    is_accuracy: bool
+    curves: tuple[tuple[tuple[float, float], ...], ...]  # for each seed, for each epoch: training loss, value
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.values)
+
+    @property
+    def deviation(self) -> float:
+        return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
+
+
+def of_table(table: Table, store: Store) -> list[Seeds]:
+    """Runs of which at least one seed is finished, in the table's order."""
+    found = []
+    for run in table.runs:
+        rows = [(seed, row) for seed, row in ((s.seed, store.find(s)) for s in _seeded(table, run)) if row is not None]
+        if rows:
+            found.append(_together(run, rows, store))
+    return found
+
+
+def _seeded(table: Table, run: Run) -> list[Run]:
+    return [replace(run, seed=seed) for seed in range(table.seeds)]
+
+
+def _together(run: Run, rows: list[tuple[int, dict[str, str]]], store: Store) -> Seeds:
+    values = tuple(float(row["accuracy"] or row["loss"]) for _, row in rows)
+    worst = [float(row["worst_node"]) for _, row in rows]
+    curves = tuple(store.curve(replace(run, seed=seed)) for seed, _ in rows)
+    share, hours = (statistics.mean(float(row[name]) for _, row in rows) for name in ("global_share", "hours"))
+    is_accuracy = bool(rows[0][1]["accuracy"])
+    return Seeds(
+        run,
+        tuple(seed for seed, _ in rows),
+        values,
+        min(worst) if is_accuracy else max(worst),
+        share,
+        hours,
+        sum(float(row["gpu_seconds"]) for _, row in rows),
+        is_accuracy,
+        curves,
+    )
+
+
+def p_value(ours: Seeds, theirs: Seeds) -> float | None:
+    """Of a paired t-test over the seeds that both have; None with fewer than three."""
+    from scipy.stats import ttest_rel
+
+    both = sorted(set(ours.seeds) & set(theirs.seeds))
+    if len(both) < 3 or ours.run == theirs.run:
+        return None
+    pairs = [[one.values[one.seeds.index(seed)] for seed in both] for one in (ours, theirs)]
+    if pairs[0] == pairs[1]:
+        return 1.0
+    return float(ttest_rel(*pairs).pvalue)
+
+
+def first_epoch(curve: Sequence[tuple[float, float]], target: float) -> float:
+    """The first after which the accuracy is at the target or above; infinity if none is.
+
+    >>> first_epoch([(2.0, 0.5), (1.0, 0.8), (0.9, 0.9)], 0.8), first_epoch([(2.0, 0.5)], 0.8)
+    (2.0, inf)
+    """
+    return next((float(epoch) for epoch, (_, accuracy) in enumerate(curve, 1) if accuracy >= target), math.inf)
+
+
+def epochs_to(target: float, seeds: Seeds) -> float:
+    """The median over seeds, where one that never gets there counts as later than all."""
+    return statistics.median_high([first_epoch(curve, target) for curve in seeds.curves])

@@ -1,0 +1,149 @@
+"""What trains, for the studies of networks: all nodes in this process (`Simulated`), or one of them among real processes (`OneOfMany`)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import rumor
+from rumor.algorithm import Algorithm
+
+Tensors = tuple[Tensor, ...]  # of a batch: [nodes that are here, B, ...] each
+Loss = Callable[..., Tensor]  # of a model and one node's batch
+MakeOptimizer = Callable[[Iterator[tuple[str, nn.Parameter]], nn.Module, Tensor], torch.optim.Optimizer]  # parameters, one node's model, lr
+
+
+class Trainer(Protocol):
+    nodes: list[int]  # that are here
+
+    def start(self, algorithm: Algorithm) -> None: ...
+    def step(self, batch: Tensors, lr: float) -> Tensor: ...  # losses of the nodes that are here
+    def mean_model(self) -> nn.Module: ...
+    def node_models(self) -> Iterator[nn.Module]: ...
+    def global_rounds(self) -> int: ...
+
+
+class Simulated:
+    """n nodes on one device. On a GPU forward, backward and optimizer are compiled, and captured in a graph, once for all methods."""
+
+    def __init__(self, model: nn.Module, n: int, like: Tensors, loss_of: Loss, optimizer: MakeOptimizer, average_gradients: bool = False):
+        self.model, self.nodes, self._average_gradients = model, list(range(n)), average_gradients
+        self.sim = rumor.Simulator(model, rumor.parallel_sgd(n))
+        self._batch = tuple(t.clone() for t in like)
+        self._lr = torch.tensor(0.1, device=like[0].device)
+        self._opt = optimizer(self.sim.named_parameters(), model, self._lr)
+        self._losses_of = self.sim.compiled(loss_of) if self._lr.is_cuda else partial(self.sim, loss_of)
+        self._graph = self._capture() if self._lr.is_cuda else None
+
+    def _compute(self) -> Tensor:
+        losses = self._losses_of(*self._batch)
+        losses.sum().backward()
+        if self._average_gradients:
+            for leaf in self.sim.parameters():
+                if leaf.grad is not None:
+                    leaf.grad.copy_(leaf.grad.mean(0, keepdim=True).expand_as(leaf.grad))
+        self._opt.step()
+        return losses.detach()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # compiles, and makes the optimizer's state
+                self._compute()
+                self._opt.zero_grad()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self._losses = self._compute()
+        return graph
+
+    @torch.no_grad()
+    def start(self, algorithm: Algorithm) -> None:
+        """With the model as it is now."""
+        self.sim.restart(algorithm)
+        for state in self._opt.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    value.zero_()
+
+    def step(self, batch: Tensors, lr: float) -> Tensor:
+        for room, tensor in zip(self._batch, batch, strict=True):
+            room.copy_(tensor)
+        self._lr.fill_(lr)
+        if self._graph is not None:
+            self._graph.replay()
+        else:
+            self._opt.zero_grad()
+            self._losses = self._compute()
+        self.sim.step(self._losses, lr=lr)
+        return self._losses
+
+    def mean_model(self) -> nn.Module:
+        return self.sim.mean_model()
+
+    def node_models(self) -> Iterator[nn.Module]:
+        return (self.sim.node_model(i) for i in self.nodes)
+
+    def global_rounds(self) -> int:
+        return self.sim.metrics.rounds["global"]
+
+
+class OneOfMany:
+    """This rank's node, under torchrun."""
+
+    def __init__(self, model: nn.Module, device: torch.device, loss_of: Loss, optimizer: MakeOptimizer, average_gradients: bool = False):
+        self.model, self._loss_of, self._optimizer = model, loss_of, optimizer
+        self.nodes = [dist.get_rank()]
+        self._lr = torch.tensor(0.1, device=device)
+        self._trained = DistributedDataParallel(model) if average_gradients else model
+
+    def start(self, algorithm: Algorithm) -> None:
+        self._averager = rumor.Averager(self.model, algorithm)
+        self._opt = self._optimizer(self.model.named_parameters(), self.model, self._lr)
+
+    def step(self, batch: Tensors, lr: float) -> Tensor:
+        self._lr.fill_(lr)
+        self._opt.zero_grad()
+        loss = self._loss_of(self._trained, *(tensor[0] for tensor in batch))
+        loss.backward()
+        self._opt.step()
+        self._averager.step(loss, lr=lr)
+        return loss.detach()[None]
+
+    def mean_model(self) -> nn.Module:
+        with self._averager.averaged():
+            return copy.deepcopy(self.model)
+
+    def node_models(self) -> Iterator[nn.Module]:
+        return iter([self.model])
+
+    def global_rounds(self) -> int:
+        return self._averager.metrics.rounds["global"]
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def mean_over_ranks(loss: Tensor) -> float:
+    """The mean of all ranks', where there are several."""
+    if dist.is_initialized():
+        loss = loss.double().cpu() / dist.get_world_size()
+        dist.all_reduce(loss)
+    return float(loss)
+
+
+def all_of_ranks(values: list[float]) -> list[float]:
+    if not dist.is_initialized():
+        return values
+    rows: list[list[float]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(rows, values)
+    return [value for row in rows for value in row]

@@ -1,0 +1,70 @@
+"""Curves of training, as in the paper's figures 2, 3 and 8: over iterations on the left, over modelled hours on the right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from networks.compare import Seeds
+from rumor.files import replacing
+from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
+
+LOOKS = {  # a colour and dashes, which tell curves apart in grey print
+    "Parallel SGD": (BLACK, "-"),
+    "Local SGD": (ORANGE, (0, (1, 1))),
+    "Gossip SGD": (VERMILION, (0, (5, 2))),
+    "OSGP": (PURPLE, (0, (3, 1, 1, 1))),
+    "Gossip-PGA": (BLUE, "-"),
+    "Gossip-AGA": (GREEN, (0, (7, 2, 1, 2))),
+    "SlowMo": (SKY, (0, (4, 1))),
+}
+
+
+def draw_curves(found: Sequence[Seeds], measures: Sequence[str], iterations: int, title: str, path: Path) -> None:
+    """A row of panels for each measure: what the curves hold, "training loss" first. `iterations`: between two points of a curve."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    once = [seeds for seeds in found if seeds.run.stretch == 1 and seeds.run.method in LOOKS]
+    figure, axes = pyplot.subplots(len(measures), 2, figsize=(11, 3.6 * len(measures) + 0.8), squeeze=False, layout="constrained")
+    for place, (measure, row) in enumerate(zip(measures, axes, strict=True)):
+        for seeds in once:
+            points = np.arange(1, len(seeds.curves[0]) + 1)
+            for axis, x in zip(row, (points * iterations, points * seeds.hours / len(points)), strict=True):
+                _draw(axis, seeds, x, place)
+        low, high = _range(once, place)
+        for axis, label in zip(row, ("iterations", "hours, as modelled"), strict=True):
+            axis.set(xlabel=label, ylabel=measure, xlim=(0, None), ylim=(low, high))
+            axis.grid(alpha=0.25, linewidth=0.5)
+    handles, labels = axes.flat[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
+    figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        figure.savefig(aside, dpi=130)
+    pyplot.close(figure)
+
+
+def _values(seeds: Seeds, place: int) -> Any:
+    """[seeds, points]; accuracies in %."""
+    return np.array([[point[place] for point in curve] for curve in seeds.curves]) * (100 if place and seeds.is_accuracy else 1)
+
+
+def _draw(axis: Any, seeds: Seeds, x: Any, place: int) -> None:
+    colour, dashes = LOOKS[seeds.run.method]
+    values = _values(seeds, place)
+    mean, deviation = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else 0 * values[0]
+    axis.plot(x, mean, color=colour, linestyle=dashes, linewidth=1.4, label=seeds.run.name)
+    axis.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=0.12, linewidth=0)
+
+
+def _range(found: Sequence[Seeds], place: int) -> tuple[float, float]:
+    """Without the first third, which would hide the differences at the end."""
+    later = np.concatenate([_values(seeds, place)[:, len(seeds.curves[0]) // 3 :].ravel() for seeds in found])
+    room = 0.04 * (later.max() - later.min())
+    return float(later.min() - room), float(later.max() + room)

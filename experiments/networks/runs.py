@@ -1,0 +1,71 @@
+"""A training run, as a value, and tables of them: each run is run once, however many tables it is in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import rumor
+from rumor.algorithm import Algorithm
+
+AGA_WARM_UP = 0.04  # share of all steps
+IID = "iid"
+
+
+@dataclass(frozen=True)
+class Run:
+    """`stretch`: how many times as long as usual, with the whole schedule of learning rates."""
+
+    method: str
+    topology: str = "one_peer_exponential"
+    H: int | None = None
+    nodes: int = 32
+    stretch: int = 1
+    split: str = IID  # or dirichlet(0.3)
+    momentum: float = 0.9
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """As the paper writes it."""
+        return self.method + (f" x{self.stretch}" if self.stretch > 1 else "")
+
+    def algorithm(self, steps: int) -> Algorithm:
+        graph, H = getattr(rumor, self.topology)(self.nodes), self.H or 0
+        make: dict[str, Callable[[], Algorithm]] = {
+            "Parallel SGD": lambda: rumor.parallel_sgd(self.nodes),
+            "Local SGD": lambda: rumor.local_sgd(self.nodes, H),
+            "Gossip SGD": lambda: rumor.gossip_sgd(graph),
+            "OSGP": lambda: rumor.osgp(graph),
+            "Gossip-PGA": lambda: rumor.gossip_pga(graph, H),
+            "Gossip-AGA": lambda: rumor.gossip_aga(graph, round(AGA_WARM_UP * steps), H_init=H),
+            "SlowMo": lambda: rumor.slowmo(graph, H),
+        }
+        return make[self.method]()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Of the paper, by its number, or of ours, by a word."""
+
+    runs: tuple[Run, ...]
+    seeds: int = 3
+
+    def all_runs(self, seeds: int | None = None) -> Iterator[Run]:
+        """Seed by seed, so that what is there when time runs out can be compared."""
+        for seed in range(seeds or self.seeds):
+            for run in self.runs:
+                yield replace(run, seed=seed)
+
+
+Tables = Mapping[str, Table]
+
+
+def tables_of(run: Run, tables: Tables) -> list[str]:
+    """Where it stands."""
+    plain = replace(run, seed=0)
+    return [name for name, table in tables.items() if plain in table.runs and run.seed < table.seeds]
+
+
+def changed(runs: tuple[Run, ...], **changes: object) -> tuple[Run, ...]:
+    return tuple(replace(run, **changes) for run in runs)  # type: ignore[arg-type]

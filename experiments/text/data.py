@@ -1,0 +1,145 @@
+"""Text as sequences of WordPieces: Wikipedia (enwik8), novels, any folder of .txt files. What was tokenised is kept on disk."""
+
+from __future__ import annotations
+
+import html
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from tqdm import tqdm
+
+from rumor.files import replacing
+
+LENGTH = 128  # tokens of a sequence, [CLS] and [SEP] among them: BERT's first phase
+GUESSES = round(
+    0.15 * (LENGTH - 2)
+)  # tokens of a sequence to be guessed: 80 % of these are hidden, 10 % another one, 10 % left as they are
+HELD_OUT = 64  # every so many sequences, one is kept for evaluation
+MOST_LETTERS = 20_000  # that are tokenised at a time
+VERSION = 1  # of the cleaning: raise it when that changes
+
+
+# ---- reading --------------------------------------------------------------------------------------------------------------------------
+
+
+def texts(folder: Path) -> Iterator[str]:
+    """All documents of a folder: enwik8's articles, and every .txt file as one."""
+    found = False
+    for path in sorted(folder.rglob("*")):
+        if path.name == "enwik8":
+            found = True
+            yield from articles(path.read_text("utf-8", errors="replace"))
+        elif path.suffix == ".txt":
+            found = True
+            yield path.read_text("utf-8-sig", errors="replace").replace("\r\n", "\n")
+    if not found:
+        raise FileNotFoundError(f"{folder} has no text: neither enwik8 nor a .txt file, in it or below it")
+
+
+def articles(dump: str) -> Iterator[str]:
+    """Title and text of each page, without its mark-up.
+
+    >>> page = "<page><title>Rain</title><text xml:space='preserve'>'''Rain''' is [[water|wet]] {{stub}} &amp;amp; cold.</text></page>"
+    >>> list(articles(page))
+    ['Rain\\nRain is wet  & cold.']
+    """
+    for page in re.finditer(r"<title>(.*?)</title>.*?<text[^>]*>(.*?)</text>", dump, re.DOTALL):
+        text = html.unescape(html.unescape(page[2]))
+        if not text.lstrip().lower().startswith("#redirect"):
+            yield f"{html.unescape(page[1])}\n{plain(text)}"
+
+
+def plain(text: str) -> str:
+    for nested in (r"\{\{[^{}]*\}\}", r"\{\|[^{}]*?\|\}"):  # templates and tables, the innermost first
+        while (shorter := re.sub(nested, "", text)) != text:
+            text = shorter
+    text = re.sub(r"<ref[^>]*/>|<ref[^>]*>.*?</ref>|<!--.*?-->", "", text, flags=re.DOTALL)
+    text = re.sub(r"\[\[(?:Image|File|Category|[a-z-]{2,12}):[^\[\]]*(?:\[\[[^\[\]]*\]\][^\[\]]*)*\]\]", "", text)
+    text = re.sub(r"\[\[(?:[^\[\]|]*\|)?([^\[\]|]*)\]\]", r"\1", text)  # links keep their words
+    text = re.sub(r"\[https?://\S+ ?([^\]]*)\]", r"\1", text)
+    return re.sub(r"'{2,}|<[^>]+>|={2,}", "", text)
+
+
+def tokens(folder: Path, vocabulary: Path, cache: Path) -> NDArray[np.uint16]:
+    """All documents one after the other, each with a [SEP] at its end; tokenised the first time, read from `cache` from then on."""
+    from tokenizers import BertWordPieceTokenizer  # transformers' own takes its vocabulary under names that changed, and ignores others
+
+    listing = sorted((str(p.relative_to(folder)), p.stat().st_size) for p in folder.rglob("*") if p.is_file())
+    key = zlib.crc32(repr((VERSION, listing, vocabulary.read_bytes())).encode())
+    path = cache / f"tokens-{key:08x}.npy"
+    if not path.exists():
+        tokenizer = BertWordPieceTokenizer(str(vocabulary), lowercase=True)
+        parts = []
+        for text in tqdm(texts(folder), desc="tokenising", unit=" documents"):
+            pieces = [text[at : at + MOST_LETTERS] for at in range(0, len(text), MOST_LETTERS)]
+            for piece in tokenizer.encode_batch(pieces, add_special_tokens=False):
+                parts.append(np.array(piece.ids, np.uint16))
+            parts.append(np.array([tokenizer.token_to_id("[SEP]")], np.uint16))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as aside:
+            np.save(aside, np.concatenate(parts))
+    return np.load(path)
+
+
+# ---- sequences ------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Special:
+    """Numbers of BERT's special tokens, and how many tokens there are."""
+
+    cls: int
+    sep: int
+    mask: int
+    size: int
+
+    @classmethod
+    def of(cls, vocabulary: Path) -> Special:
+        words = vocabulary.read_text("utf-8").splitlines()
+        missing = [name for name in ("[CLS]", "[SEP]", "[MASK]") if name not in words]
+        if missing:
+            raise ValueError(f"{vocabulary} has no {', '.join(missing)}: is it a WordPiece vocabulary of BERT's?")
+        return cls(*(words.index(name) for name in ("[CLS]", "[SEP]", "[MASK]")), len(words))
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """[N, LENGTH] each: what is trained on and what is held out."""
+
+    train: Tensor
+    held_out: Tensor
+    special: Special
+
+    def to(self, device: torch.device) -> Sequences:
+        return Sequences(self.train.to(device), self.held_out.to(device), self.special)
+
+    @classmethod
+    def of(cls, stream: NDArray[np.uint16], special: Special) -> Sequences:
+        inside = LENGTH - 2
+        count = len(stream) // inside
+        if count < 2 * HELD_OUT:
+            raise ValueError(f"{len(stream)} tokens make {count} sequences of {LENGTH}: at least {2 * HELD_OUT} needed")
+        rows = torch.from_numpy(stream[: count * inside].astype(np.int32)).view(count, inside)
+        ends = [torch.full((count, 1), number, dtype=torch.int32) for number in (special.cls, special.sep)]
+        whole = torch.cat([ends[0], rows, ends[1]], dim=1)
+        kept = torch.arange(count) % HELD_OUT == 0
+        return cls(whole[~kept], whole[kept], special)
+
+
+def masked(x: Tensor, special: Special, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """What the model sees [..., LENGTH]; where it is to guess [..., GUESSES], as many places in every sequence; and what was there."""
+    chance = torch.rand(x.shape, device=x.device, generator=random)
+    chance[..., 0] = chance[..., -1] = -1.0  # [CLS] and the last [SEP] are no riddles
+    places = chance.topk(GUESSES, dim=-1).indices.sort(dim=-1).values
+    there = x.gather(-1, places).long()
+    what = torch.rand(there.shape, device=x.device, generator=random)
+    other = torch.randint(special.size, there.shape, device=x.device, generator=random)
+    seen = torch.where(what < 0.8, special.mask, torch.where(what < 0.9, other, there))
+    return x.long().scatter(-1, places, seen), places, there

@@ -1,0 +1,103 @@
+"""A run of the text study."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import rumor
+from networks.engines import Tensors, Trainer, all_of_ranks, mean_over_ranks
+from networks.runs import Run
+from rumor.algorithm import Algorithm
+from text.data import Sequences, masked
+from text.lamb import Lamb
+from text.model import loss_of
+
+WARM_UP = 0.1  # share of all steps
+POWER = 0.5  # of the polynomial decay, as BERT's large-batch recipe has it
+WEIGHT_DECAY = 0.01
+EVALUATIONS = 20  # of a run that is not stretched
+AT_ONCE = 256  # held-out sequences
+
+
+def lr_at(step: int, steps: int, peak: float) -> float:
+    """
+    >>> [round(lr_at(k, 100, 1.0), 3) for k in (0, 4, 9, 10, 55, 99)]
+    [0.1, 0.5, 1.0, 1.0, 0.707, 0.105]
+    """
+    warm_up = WARM_UP * steps
+    if step < warm_up:
+        return float(peak * (step + 1) / warm_up)
+    return float(peak * ((steps - step) / (steps - warm_up)) ** POWER)
+
+
+def optimizer(named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: Tensor) -> Lamb:
+    """Norms and biases don't decay. Where leaves have a dimension more than one node's, they are stacked."""
+    dims = {name: p.dim() for name, p in of_one.named_parameters()}
+    trained = [(name, p) for name, p in named if p.requires_grad]
+    stacked = any(p.dim() > dims[name] for name, p in trained)
+    groups = [
+        {"params": [p for name, p in trained if dims[name] > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for name, p in trained if dims[name] == 1], "weight_decay": 0.0},
+    ]
+    return Lamb(groups, lr=lr, stacked=stacked)
+
+
+def algorithm_of(run: Run, steps: int) -> Algorithm:
+    """LAMB is not linear, so Parallel SGD averages gradients (as DDP does), and has no models to average."""
+    return rumor.gossip_sgd(rumor.isolated(run.nodes)) if run.method == "Parallel SGD" else run.algorithm(steps)
+
+
+@dataclass
+class Trained:
+    """`curve`: now and then the mean training loss since the last time, and the mean model's loss on what was held out."""
+
+    curve: list[tuple[float, float]]
+    nodes: list[float]  # held-out loss of each at the end
+    global_share: float
+    seconds: float
+
+
+def batches(text: Sequences, nodes: list[int], n: int, batch: int, steps: int, seed: int) -> Iterator[Tensors]:
+    """Sequences in a new order each pass, dealt out to the nodes; those of `nodes`, with places to guess drawn anew each time."""
+    random = torch.Generator().manual_seed(seed)
+    on_device = torch.Generator(text.train.device).manual_seed(1_000 * seed + nodes[0])
+    order = torch.empty(0, dtype=torch.long)
+    for _ in range(steps):
+        if len(order) < n * batch:
+            order = torch.cat([order, torch.randperm(len(text.train), generator=random)])
+        mine, order = order[: n * batch].view(n, batch)[nodes], order[n * batch :]
+        yield masked(text.train[mine.to(text.train.device)], text.special, on_device)
+
+
+def train(trainer: Trainer, run: Run, text: Sequences, batch: int, usual_steps: int, peak: float) -> Trained:
+    """A whole run, from the model as it is."""
+    steps = usual_steps * run.stretch
+    trainer.start(algorithm_of(run, steps))
+    marks = {round(steps * (i + 1) / (EVALUATIONS * run.stretch)) for i in range(EVALUATIONS * run.stretch)}
+    curve, losses, began = [], [], time.perf_counter()
+    for k, tensors in enumerate(batches(text, trainer.nodes, run.nodes, batch, steps, run.seed), 1):
+        losses.append(trainer.step(tensors, lr_at(k - 1, steps, peak)).mean())
+        if k in marks:
+            curve.append((mean_over_ranks(torch.stack(losses).mean()), held_out_loss(trainer.mean_model(), text)))
+            losses.clear()
+    seconds = time.perf_counter() - began
+    nodes = [held_out_loss(model, text) for model in trainer.node_models()]
+    share = 1.0 if run.method == "Parallel SGD" else trainer.global_rounds() / steps
+    return Trained(curve, all_of_ranks(nodes), share, seconds)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, text: Sequences) -> float:
+    """With the same riddles for everybody."""
+    was_training, total = model.training, 0.0
+    model.eval()
+    random = torch.Generator(text.held_out.device).manual_seed(0)
+    for x in text.held_out.split(AT_ONCE):
+        total += float(loss_of(model, *masked(x, text.special, random))) * len(x)
+    model.train(was_training)
+    return total / len(text.held_out)

@@ -1,0 +1,231 @@
+"""The image study: data, splits, convolutions of many nodes at once, and toy runs of the command on both engines."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import rumor  # noqa: E402
+from images.convolution import convolution  # noqa: E402
+from images.data import CIFAR, InMemory, Scale, cropped, load  # noqa: E402
+from images.networks import SmallResNet, whitening  # noqa: E402
+from images.split import ByLabel, Shuffled, split_of  # noqa: E402
+from images.study import TABLES  # noqa: E402
+from images.train import lr_at  # noqa: E402
+from networks.page import filled_in, stores  # noqa: E402
+from networks.runs import Run, tables_of  # noqa: E402
+from tests.test_accuracy import write_data  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+# ---- convolutions -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "padding"), [(3, 1), (2, 0)])
+@pytest.mark.parametrize("nodes", [None, 3])
+def test_a_convolution_and_its_gradients_are_torchs(nodes: int | None, size: int, padding: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    lead = [] if nodes is None else [nodes]
+    x = torch.randn(*lead, 2, 6, 5, 4, generator=random, dtype=torch.float64)
+    w = torch.randn(*lead, 7, size, size, 4, generator=random, dtype=torch.float64)
+
+    def ours(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return convolution(x, w, padding)
+
+    def torchs(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return functional.conv2d(x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2), padding=padding).permute(0, 2, 3, 1)
+
+    found = []
+    for function in (ours, torchs):
+        inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = function(*inputs) if nodes is None else torch.func.vmap(function)(*inputs)
+        y.mul(torch.arange(y.numel(), dtype=y.dtype).view(y.shape).sin()).sum().backward()
+        found.append((y, *(t.grad for t in inputs)))
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.shape == theirs.shape
+        assert (mine - theirs).abs().max() < 1e-12
+
+
+def test_the_network_takes_the_same_step_stacked_and_alone() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 8, 8, 8, 3), torch.randint(10, (3, 8))
+    model = SmallResNet(widths=(8, 8))
+    model.start(x.flatten(0, 1))
+    sim = rumor.Simulator(model, rumor.gossip_sgd(rumor.isolated(3)))
+
+    def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(model(x), y)
+
+    losses = sim(loss_of, x, y)
+    losses.sum().backward()
+    for node in range(3):
+        model.zero_grad()
+        loss = loss_of(model, x[node], y[node])
+        loss.backward()
+        assert abs(loss.item() - losses[node].item()) < 1e-5
+        for (name, own), (_, stacked) in zip(model.named_parameters(), sim.named_parameters(), strict=True):
+            if own.requires_grad:
+                assert (own.grad - stacked.grad[node]).abs().max() < 1e-4, name
+
+
+def test_the_first_layer_whitens_patches() -> None:
+    images = torch.rand(50, 8, 8, 3) * torch.tensor([1.0, 2.0, 3.0])
+    w = whitening(images, least=0.0)
+    patches = images.unfold(1, 2, 1).unfold(2, 2, 1).permute(0, 1, 2, 4, 5, 3).reshape(-1, 12)
+    white = patches @ w[:12].reshape(12, 12).T
+    assert torch.allclose(white.T @ white / len(white), torch.eye(12), atol=1e-3)
+    assert torch.equal(w[12:], -w[:12])
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_cifar10_is_read_as_its_files_have_it(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for name in CIFAR:
+        random.integers(256, size=(20, 3073), dtype=np.uint8).tofile(tmp_path / name)
+    records = np.fromfile(tmp_path / CIFAR[1], np.uint8).reshape(20, 3073)
+    records[:, 0] %= 10
+    records.tofile(tmp_path / CIFAR[1])
+    data = load(tmp_path, CPU)
+    assert isinstance(data, InMemory)
+    assert len(data.labels) == 100
+    assert data.labels[20:40].tolist() == records[:, 0].tolist()
+    green = data.sample()[25, :, :, 1]
+    assert green.flatten().tolist() == records[5, 1 + 1024 : 1 + 2048].tolist()
+
+
+def test_crops_move_and_flip() -> None:
+    x = torch.arange(12 * 12, dtype=torch.uint8).view(1, 12, 12, 1).expand(200, -1, -1, -1)
+    moves, flips = torch.full((200, 2), 4), torch.arange(200) % 2 == 1
+    moves[2] = torch.tensor([5, 4])
+    y = cropped(x, moves, flips)
+    assert torch.equal(y[0], x[0])
+    assert torch.equal(y[1], x[0].flip(1))
+    assert torch.equal(y[2, :-1], x[0, 1:])
+    assert torch.equal(y[2, -1], x[0, -2])
+
+
+def test_folders_of_images_are_read(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for part, count in (("train", 6), ("val", 2)):
+        for label, colour in enumerate(((200, 30, 30), (30, 200, 30))):
+            folder = tmp_path / part / f"class{label}"
+            folder.mkdir(parents=True)
+            for i in range(count):
+                Image.new("RGB", (40 + i, 30), colour).save(folder / f"{i}.png")
+    data = load(tmp_path, CPU, side=16)
+    assert data.classes == 2
+    assert data.labels.tolist() == [0] * 6 + [1] * 6
+    x, y = next(iter(data.take(torch.tensor([[[0, 7], [11, 3], [1, 1]]]), [0, 1], seed=0)))
+    assert x.shape == (2, 2, 16, 16, 3)
+    assert y.tolist() == [[0, 1], [1, 0]]
+    assert x[0, 1].float().mean((0, 1)).tolist() == pytest.approx([30, 200, 30], abs=2)
+    assert [len(y) for _, y in data.test()] == [4]
+    assert Scale(data)(x).shape == x.shape
+
+
+def test_a_class_without_images_is_one_clear_line(tmp_path: Path) -> None:
+    for folder in ("train/a", "val/a"):
+        (tmp_path / folder).mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match="has no images"):
+        load(tmp_path, CPU)
+
+
+def test_an_epoch_deals_out_every_image_once() -> None:
+    order = Shuffled(100, 4).epoch(5, torch.Generator().manual_seed(0))
+    assert order.shape == (5, 4, 5)
+    assert sorted(order.flatten().tolist()) == list(range(100))
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.3, 100.0])
+def test_a_split_by_label_gives_every_image_to_one_node(alpha: float) -> None:
+    labels = torch.arange(10).repeat(200)
+    split = ByLabel(labels, 4, alpha, torch.Generator().manual_seed(0))
+    assert sorted(torch.cat(split.owned).tolist()) == list(range(2000))
+    shares = torch.stack([torch.bincount(labels[own], minlength=10) for own in split.owned]) / 200
+    assert (shares.max(0).values.mean() > 0.6) == (alpha < 1)  # one node has most of a label
+    epochs = [split.epoch(10, torch.Generator().manual_seed(1)) for _ in range(2)]
+    for node, own in enumerate(split.owned):
+        seen = torch.cat([order[:, node].flatten() for order in epochs]).tolist()
+        assert set(seen) <= set(own.tolist())
+        counts = np.bincount(seen, minlength=2000)[own.numpy()]
+        assert counts.max() - counts.min() <= 1
+
+
+def test_a_split_that_starves_a_node_is_refused() -> None:
+    with pytest.raises(ValueError, match="leaves some of 50 nodes fewer than 32 images"):
+        split_of("dirichlet(0.1)", torch.arange(10).repeat(20), 50, 0)
+
+
+# ---- the study --------------------------------------------------------------------------------------------------------------------
+
+
+def test_runs_are_shared_by_tables() -> None:
+    assert tables_of(Run("Gossip-PGA", H=6), TABLES) == ["7", "15", "8", "10"]
+    assert tables_of(Run("Gossip-PGA", H=6, seed=4), TABLES) == ["7"]
+
+
+def test_every_run_has_an_algorithm_for_its_nodes() -> None:
+    for table in TABLES.values():
+        for run in table.runs:
+            assert run.algorithm(1000).topology.n == run.nodes
+
+
+def start(*arguments: str, under: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
+    command = [*under, str(ROOT / "experiments" / "image_classification.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+TOY = ("--net", "tiny", "--table", "quick", "--epochs", "1", "--batch", "8", "--device", "cpu", "--seeds", "1")
+
+
+def test_a_toy_study_and_again_without_running(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    arguments = ("--data", str(tmp_path), *TOY, "--out", str(tmp_path / "found.csv"))
+    done = start(*arguments)
+    assert done.returncode == 0, done.stderr
+    rows = rows_of(tmp_path / "found.csv")
+    assert sorted(row["method"] for row in rows) == ["Gossip SGD", "Gossip-AGA", "Gossip-PGA", "Local SGD", "Parallel SGD"]
+    assert {"table", "topology", "H", "nodes", "epochs", "seed", "split", "accuracy", "worst_node", "hours", "gpu_seconds"} <= set(rows[0])
+    before = (tmp_path / "found.csv").read_bytes()
+    assert start(*arguments).returncode == 0
+    assert (tmp_path / "found.csv").read_bytes() == before
+
+
+def test_real_processes_train_as_the_simulator_does(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    losses = []
+    ranks = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    for engine, under in (("processes", ranks), ("simulated", (sys.executable,))):
+        out = tmp_path / f"{engine}.csv"
+        done = start("--data", str(tmp_path), *TOY, "--engine", engine, "--nodes", "2", "--out", str(out), under=under)
+        assert done.returncode == 0, done.stderr
+        losses.append({row["method"]: float(row["loss"]) for row in rows_of(out)})
+    assert losses[0].keys() == losses[1].keys()
+    for method, loss in losses[0].items():
+        assert loss == pytest.approx(losses[1][method], rel=2e-3), method
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    assert [round(lr_at(k, 100, 1.0), 3) for k in (0, 2, 4, 24, 25, 50, 75)] == [0.1, 0.55, 1.0, 1.0, 0.1, 0.01, 0.001]
+
+
+def test_the_pages_tables_are_those_of_the_results() -> None:
+    page = (ROOT / "docs" / "networks.md").read_text()
+    assert filled_in(page, *stores()) == page

@@ -1,0 +1,168 @@
+"""The text study: LAMB, reading and tokenising text, riddles, and toy runs of the command."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+from text.data import GUESSES, LENGTH, Sequences, Special, articles, masked, tokens  # noqa: E402
+from text.lamb import Lamb  # noqa: E402
+from text.train import lr_at  # noqa: E402
+
+WORDS = ["the", "of", "rain", "cat", "dog", "sat", "on", "a", "mat", "and", "sun", "##s"]
+
+
+# ---- LAMB -------------------------------------------------------------------------------------------------------------------------
+
+
+def by_the_book(x: np.ndarray, gradients: list[np.ndarray], lr: float, weight_decay: float) -> np.ndarray:
+    """Algorithm 2 of You et al. (2020), with the identity for phi."""
+    m, v = np.zeros_like(x), np.zeros_like(x)
+    for t, g in enumerate(gradients, 1):
+        m = 0.9 * m + 0.1 * g
+        v = 0.999 * v + 0.001 * g * g
+        r = (m / (1 - 0.9**t)) / (np.sqrt(v / (1 - 0.999**t)) + 1e-6) + weight_decay * x
+        x = x - lr * np.linalg.norm(x) / np.linalg.norm(r) * r
+    return x
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_lamb_goes_by_the_book(weight_decay: float) -> None:
+    random = np.random.default_rng(0)
+    start, gradients = random.normal(size=(3, 4)), [random.normal(size=(3, 4)) for _ in range(5)]
+    x = torch.nn.Parameter(torch.tensor(start))
+    opt = Lamb([x], lr=0.1, weight_decay=weight_decay)
+    for g in gradients:
+        x.grad = torch.tensor(g)
+        opt.step()
+    assert np.abs(x.detach().numpy() - by_the_book(start, gradients, 0.1, weight_decay)).max() < 1e-12
+
+
+# timm 1.0.30's Lamb(lr=0.05, max_grad_norm=None, always_adapt=True), six steps as in the test below
+TIMM = """
+    0.462916527 0.939354247 0.242210457 -0.66798456 -0.836217223 -0.234880977 0.32660711 0.981569353 0.513334781 -0.437703165 -0.876441495
+    -0.473631228 0.860264264 0.44335325 -0.406334346 -0.893555999
+"""
+
+
+def test_lamb_agrees_with_another_implementation() -> None:
+    i = torch.arange(12, dtype=torch.float64).view(3, 4)
+    weight, bias = torch.nn.Parameter(torch.sin(i + 1)), torch.nn.Parameter(torch.cos(i[0]))
+    opt = Lamb([{"params": [weight], "weight_decay": 0.1}, {"params": [bias], "weight_decay": 0.01}], lr=0.05)
+    for t in range(6):
+        weight.grad, bias.grad = torch.cos(i * (t + 1)), torch.sin(i[0] + t)
+        opt.step()
+    found = torch.cat([weight.detach().flatten(), bias.detach()])
+    assert torch.allclose(found, torch.tensor([float(x) for x in TIMM.split()], dtype=torch.float64), atol=2e-9, rtol=0)
+
+
+def test_stacked_lamb_is_each_nodes_own() -> None:
+    torch.manual_seed(0)
+    stacked, gradients = torch.nn.Parameter(torch.randn(4, 3, 2)), torch.randn(5, 4, 3, 2)
+    alone = [torch.nn.Parameter(row.clone()) for row in stacked.detach()]
+    together, apart = Lamb([stacked], stacked=True), [Lamb([row]) for row in alone]
+    for g in gradients:
+        stacked.grad = g.clone()
+        together.step()
+        for row, opt, own in zip(alone, apart, g, strict=True):
+            row.grad = own.clone()
+            opt.step()
+    assert torch.allclose(stacked.detach(), torch.stack([row.detach() for row in alone]), atol=1e-7)
+
+
+def test_lamb_moves_what_is_zero() -> None:
+    x = torch.nn.Parameter(torch.zeros(3))
+    x.grad = torch.ones(3)
+    Lamb([x], lr=0.1).step()
+    assert torch.allclose(x.detach(), torch.full((3,), -0.1), atol=1e-4)
+
+
+# ---- text -------------------------------------------------------------------------------------------------------------------------
+
+
+def test_mark_up_is_left_out() -> None:
+    page = (
+        "<page><title>Rain</title><text xml:space='preserve'>'''Rain''' is [[water|wet]] {{stub|{{x}}}}&amp;amp; [[cold]]"
+        "[[Image:a.png|thumb|a [[cloud]]]]&lt;ref&gt;no&lt;/ref&gt;\n{| table |}==End==</text></page>"
+        "<page><title>R</title><text>#REDIRECT [[Rain]]</text></page>"
+    )
+    assert list(articles(page)) == ["Rain\nRain is wet & cold\nEnd"]
+
+
+def vocabulary(folder: Path) -> Path:
+    path = folder / "words.txt"
+    path.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    return path
+
+
+def write_text(folder: Path, lines: int) -> None:
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    whole = [word for word in WORDS if not word.startswith("#")]
+    for name in ("one", "two"):
+        text = "\n".join(" ".join(random.choice(whole, size=12)) for _ in range(lines))
+        (folder / f"{name}.txt").write_text("\ufeff" + text.replace("\n", "\r\n"), encoding="utf-8")
+
+
+def test_text_is_tokenised_once(tmp_path: Path) -> None:
+    write_text(tmp_path / "books", 3)
+    words = vocabulary(tmp_path)
+    found = tokens(tmp_path / "books", words, tmp_path / "cache")
+    special = Special.of(words)
+    assert (found == special.sep).sum() == 2  # one at the end of each document
+    listed = words.read_text().split()
+    assert [listed[number] for number in found[:12]] == (tmp_path / "books" / "one.txt").read_text("utf-8-sig").split()[:12]
+    assert len(found) == 2 * (3 * 12 + 1)
+    (cached,) = (tmp_path / "cache").iterdir()
+    np.save(cached, found[:5])
+    assert len(tokens(tmp_path / "books", words, tmp_path / "cache")) == 5
+
+
+def test_riddles_are_as_berts() -> None:
+    special = Special(2, 3, 4, 1000)
+    x = torch.randint(5, 1000, (400, LENGTH), dtype=torch.int32)
+    x[:, 0], x[:, -1] = special.cls, special.sep
+    seen, places, there = masked(x, special, torch.Generator().manual_seed(0))
+    assert places.shape == there.shape == (400, GUESSES)
+    assert torch.equal(x.gather(1, places).long(), there)
+    assert 1 <= places.min() <= places.max() <= LENGTH - 2
+    assert all(len(set(row.tolist())) == GUESSES for row in places)
+    shown = seen.gather(1, places)
+    assert (shown == special.mask).float().mean().item() == pytest.approx(0.8, abs=0.02)
+    assert (shown == there).float().mean().item() == pytest.approx(0.1, abs=0.02)
+    assert torch.equal(seen.scatter(1, places, there), x.long())
+
+
+def test_too_little_text_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 128 needed"):
+        Sequences.of(np.zeros(1000, np.uint16), Special(2, 3, 4, 30))
+
+
+def test_the_learning_rate_warms_up_and_falls() -> None:
+    assert [round(lr_at(k, 100, 1.0), 3) for k in (0, 4, 9, 10, 55, 99)] == [0.1, 0.5, 1.0, 1.0, 0.707, 0.105]
+
+
+def test_a_toy_study_on_both_engines(tmp_path: Path) -> None:
+    write_text(tmp_path / "books", 900)
+    words = vocabulary(tmp_path)
+    losses = []
+    for engine, under in (("simulated", ()), ("processes", ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))):
+        out = tmp_path / f"{engine}.csv"
+        options = ["--data", tmp_path / "books", "--vocabulary", words, "--cache", tmp_path / "cache", "--engine", engine, "--out", out]
+        options += ["--quick", "--nodes", "2", "--steps", "6", "--batch", "4", "--device", "cpu"]
+        command = [sys.executable, *under, ROOT / "experiments" / "language_modeling.py", *options]
+        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=115, check=False)
+        assert done.returncode == 0, done.stderr
+        with out.open(newline="") as file:
+            losses.append({row["method"]: float(row["loss"]) for row in csv.DictReader(file)})
+    assert losses[0].keys() == losses[1].keys() == {"Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-PGA"}
+    for method, loss in losses[0].items():
+        assert 0 < loss < 4
+        assert loss == pytest.approx(losses[1][method], rel=0.05), method  # riddles are drawn by each engine for itself
