@@ -31,7 +31,7 @@ from text.train import optimizer, train
 
 RESULTS = Path(__file__).parent / "results" / "language_modeling.csv"
 STEPS, QUICK_STEPS, BATCH = 3_000, 60, 32
-LR = 4e-3  # tuned once, for Parallel SGD
+LR = 4e-3  # not tuned yet
 
 
 def main(arguments: list[str] | None = None) -> None:

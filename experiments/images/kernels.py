@@ -3,7 +3,7 @@
 y[node, m, d] = sum over taps and c of x[node, m moved by the tap, c] w[node, d, tap, c]
 
 All sizes are constants to the compiler, which makes divisions cheap and drops masks that are not needed; a network has few shapes. The
-tiles are those that were fastest on an H200 for the layers of SmallResNet with 32 nodes x 32 images.
+tiles follow those that were fastest on an H200 for the layers of SmallResNet with 32 nodes x 32 images.
 """
 
 from __future__ import annotations

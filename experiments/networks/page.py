@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -15,7 +16,7 @@ from images.study import TABLES as IMAGES
 from logistic import tables
 from networks import compare
 from networks.compare import Seeds
-from networks.paper import reported
+from networks.paper import Reported, reported
 from networks.pictures import draw_curves
 from networks.runs import Table
 from networks.store import Store
@@ -29,25 +30,26 @@ BELOW = 0.0026  # the target of Table 7 is so much below Parallel SGD's accuracy
 
 
 def image_table(name: str, table: Table, store: Store) -> str:
-    found = compare.of_table(table, store)
-    if not found:
-        return NOT_YET
-    rows: list[tables.Row] = []
-    for seeds in found:
-        parallel = _parallel(seeds, found)
+    def row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
         row: tables.Row = {**_settings(seeds, name), "accuracy, %": _accuracy(seeds), "worst node": f"{100 * seeds.worst_node:.2f}"}
-        row["p"] = "-" if parallel is None else _p(compare.p_value(seeds, parallel))
+        row["p"] = _p(seeds, parallel)
         row["global steps"] = f"{seeds.global_share:.1%}"
         row["hours"] = f"{seeds.hours:.2f}"
         if name.startswith("7") and parallel is not None:
             row["epochs / hours to target"] = _to_target(seeds, parallel.mean - BELOW)
-        paper = reported(name, seeds.run)
         row["paper: %"] = f"{paper.value:.2f}" if paper else "-"
         row["paper: hours"] = f"{paper.hours:.2f}" if paper and paper.hours else "-"
         if name.startswith("7"):
             row["paper: epochs / hours to 76 %"] = paper.to_target if paper else "-"
-        rows.append(row)
-    return tables.as_text(rows)
+        return row
+
+    return _table(name, table, store, row_of)
+
+
+def _table(name: str, table: Table, store: Store, row_of: Callable[[Seeds, Seeds | None, Reported | None], tables.Row]) -> str:
+    """A row for each run that has some seeds, beside Parallel SGD's and what the paper reports."""
+    found = compare.of_table(table, store)
+    return tables.as_text([row_of(seeds, _parallel(seeds, found), reported(name, seeds.run)) for seeds in found]) if found else NOT_YET
 
 
 def _parallel(seeds: Seeds, found: list[Seeds]) -> Seeds | None:
@@ -75,7 +77,8 @@ def _accuracy(seeds: Seeds) -> str:
     return f"{100 * seeds.mean:.2f} ± {100 * seeds.deviation:.2f} ({len(seeds.values)})"
 
 
-def _p(p: float | None) -> str:
+def _p(seeds: Seeds, parallel: Seeds | None) -> str:
+    p = None if parallel is None else compare.p_value(seeds, parallel)
     return "-" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
@@ -87,26 +90,19 @@ def _to_target(seeds: Seeds, target: float) -> str:
 
 
 def text_table(name: str, table: Table, store: Store) -> str:
-    found = compare.of_table(table, store)
-    if not found:
-        return NOT_YET
-    rows: list[tables.Row] = []
-    for seeds in found:
-        parallel = _parallel(seeds, found)
-        paper = reported(name, seeds.run)
-        rows.append(
-            {
-                "method": seeds.run.name,
-                "held-out loss": f"{seeds.mean:.3f} ± {seeds.deviation:.3f} ({len(seeds.values)})",
-                "worst node": f"{seeds.worst_node:.3f}",
-                "p": "-" if parallel is None else _p(compare.p_value(seeds, parallel)),
-                "global steps": f"{seeds.global_share:.1%}",
-                "hours": f"{seeds.hours:.1f}",
-                "paper: loss": f"{paper.value:.2f}" if paper else "-",
-                "paper: hours": f"{paper.hours:.1f}" if paper and paper.hours else "-",
-            }
-        )
-    return tables.as_text(rows)
+    def row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
+        return {
+            "method": seeds.run.name,
+            "held-out loss": f"{seeds.mean:.3f} ± {seeds.deviation:.3f} ({len(seeds.values)})",
+            "worst node": f"{seeds.worst_node:.3f}",
+            "p": _p(seeds, parallel),
+            "global steps": f"{seeds.global_share:.1%}",
+            "hours": f"{seeds.hours:.1f}",
+            "paper: loss": f"{paper.value:.2f}" if paper else "-",
+            "paper: hours": f"{paper.hours:.1f}" if paper and paper.hours else "-",
+        }
+
+    return _table(name, table, store, row_of)
 
 
 def time_table(stores: list[tuple[dict[str, Table], Store]]) -> str:

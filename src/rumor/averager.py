@@ -113,7 +113,6 @@ class Averager:
         if not self._lazy or replaces_buffers:
             self.settle()
 
-    @ordinary_tensors()
     def settle(self) -> None:
         """With `lazy`: waits for what step() left under way, so that the parameters can be read."""
         self._settle(None)

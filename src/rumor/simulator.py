@@ -122,9 +122,7 @@ class Simulator:
         node = _Node(self._model)
 
         def of_one(leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-            given = {f"model.{name}": tensor for name, tensor in {**leaves, **buffers}.items()}
-            result: tuple[Tensor, dict[str, Tensor]] = functional_call(node, given, (loss_fn, batch))
-            return result
+            return node.called_with(leaves, buffers, loss_fn, batch)
 
         of_all = torch.compile(vmap(of_one, randomness="different"), **{"dynamic": False, **options})
 
@@ -153,8 +151,7 @@ class Simulator:
         self, loss_fn: Callable[..., Tensor], leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """One node's loss, and the buffers that the model has replaced rather than changed in place."""
-        given = {f"model.{name}": tensor for name, tensor in {**leaves, **buffers}.items()}
-        loss, now = functional_call(_Node(self._model), given, (loss_fn, batch))
+        loss, now = _Node(self._model).called_with(leaves, buffers, loss_fn, batch)
         return loss, {name: value for name, value in now.items() if value is not buffers[name]}
 
     def _all_at_once(
@@ -281,6 +278,14 @@ class _Node(nn.Module):
     def forward(self, loss_fn: Callable[..., Tensor], batch: tuple[Any, ...]) -> tuple[Tensor, dict[str, Tensor]]:
         loss = loss_fn(self.model, *batch)
         return loss, dict(self.model.named_buffers())
+
+    def called_with(
+        self, leaves: dict[str, Tensor], buffers: dict[str, Tensor], loss_fn: Callable[..., Tensor], batch: tuple[Any, ...]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and the buffers as the model has left them, with these in the place of its own."""
+        given = {f"model.{name}": tensor for name, tensor in {**leaves, **buffers}.items()}
+        result: tuple[Tensor, dict[str, Tensor]] = functional_call(self, given, (loss_fn, batch))
+        return result
 
 
 def _stack(t: Tensor, n: int) -> Tensor:
