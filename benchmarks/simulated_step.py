@@ -24,10 +24,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 import rumor
 from images import networks
 from images.train import loss_of, optimizer
-from measure import machine, save
-from networks.engines import Simulated
+from measure import interleaved, machine, save
+from networks.engines import Simulated, captured
 
 NODES, BATCH, SIDE, CLASSES, LR = 32, 32, 32, 10, 0.01
+STEPS = 24  # of one turn: every averaging of Gossip-PGA (6) counts as often as in a run
 MAKE = partial(optimizer, momentum=0.9)
 
 
@@ -48,25 +49,14 @@ def big_batch(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
     opt = MAKE(model.named_parameters(), model, lr)
     compiled = torch.compile(lambda: loss_of(model, images, labels))
 
-    def step() -> None:
-        compiled().backward()
-        opt.step()
+    def step() -> Tensor:
         opt.zero_grad()
+        loss = compiled()
+        loss.backward()
+        opt.step()
+        return loss.detach()
 
     return {"one big batch, compiled": step, "the same in a CUDA graph": captured(step)}
-
-
-def captured(step: Callable[[], object]) -> Callable[[], object]:
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 def one_by_one(x: Tensor, y: Tensor) -> Callable[[], object]:
@@ -100,22 +90,10 @@ def simulated(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
     return steps
 
 
-def in_turns(steps: dict[str, Callable[[], object]], turns: int, length: int) -> dict[str, dict[str, float]]:
-    """Seconds of a step, of each: the median of turns of `length` steps, fastest and slowest."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(turns + 1):
-        for name, step in steps.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            step()
-            torch.cuda.synchronize()
-            begin.record()
-            for _ in range(length):
-                step()
-            end.record()
-            torch.cuda.synchronize()
-            if turn:  # the first one warms up
-                seconds[name].append(begin.elapsed_time(end) / 1e3 / length)
-    return {name: {"median": sorted(s)[len(s) // 2], "fastest": min(s), "slowest": max(s)} for name, s in seconds.items()}
+def many(step: Callable[[], object]) -> None:
+    for _ in range(STEPS):
+        step()
+    torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -132,10 +110,11 @@ def main() -> None:
     steps: dict[str, Any] = simulated(x, y)
     ours, networks.convolution = networks.convolution, by_cudnn  # type: ignore[assignment]
     steps |= big_batch(x, y) | {f"a loop over {NODES} modules": one_by_one(x, y)}
-    found = in_turns(steps, options.turns, 24)
+    found = interleaved({name: partial(many, step) for name, step in steps.items()}, options.turns)
+    found = {name: seconds / STEPS for name, seconds in found.items()}
     networks.convolution = ours
-    for name, spread in found.items():
-        print(f"{name:28} {1e3 * spread['median']:7.2f} ms ({1e3 * spread['fastest']:.2f} to {1e3 * spread['slowest']:.2f})")
+    for name, seconds in found.items():
+        print(f"{name:28} {1e3 * seconds:7.2f} ms")
     save(options.out, {"machine": machine(), "device": torch.cuda.get_device_name(), "nodes": NODES, "batch": BATCH, "seconds": found})
 
 

@@ -26,7 +26,7 @@ from images.split import split_of
 from images.study import TABLES
 from images.train import loss_of, optimizer, train
 from networks import command
-from networks.engines import OneOfMany, Simulated, Trainer, device_name
+from networks.engines import Latest, OneOfMany, Simulated, Trainer, device_name
 from networks.hours import hours
 from networks.runs import Run
 from networks.store import Finished, Store
@@ -47,15 +47,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Runner:
-    """Trains one run after the other; the last trainer is kept, since what it has compiled may serve the next one."""
+    """Trains one run after the other."""
 
     def __init__(self, data: Data, options: argparse.Namespace):
         self.data, self.options, self.scale = data, options, Scale(data)
-        self._trainer: tuple[tuple[int, float], Trainer, nn.Module] | None = None
+        self._latest = Latest()
 
     def __call__(self, run: Run) -> Finished:
         options, data = self.options, self.data
-        trainer, model = self._trainer_of(run)
+        trainer, model = self._latest.get(self.trainer_key(run), partial(self._new_trainer, run))
         torch.manual_seed(run.seed)
         model.start(self.scale(data.sample()))  # type: ignore[operator]
         split = split_of(run.split, data.labels, run.nodes, run.seed)
@@ -78,23 +78,16 @@ class Runner:
     def trainer_key(self, run: Run) -> tuple[int, float]:
         return run.nodes, run.momentum
 
-    def _trainer_of(self, run: Run) -> tuple[Trainer, nn.Module]:
-        key = self.trainer_key(run)
-        if self._trainer is None or self._trainer[0] != key:
-            self._trainer = None  # one set of stacked models at a time
-            sample = self.scale(self.data.sample())
-            model = NETWORKS[self.options.net](self.data.classes, sample.shape[-1]).to(self.data.device)
-            model.start(sample)  # type: ignore[operator]
-            self._trainer = (key, self._new_trainer(run, model), model)
-        return self._trainer[1], self._trainer[2]
-
-    def _new_trainer(self, run: Run, model: nn.Module) -> Trainer:
+    def _new_trainer(self, run: Run) -> tuple[Trainer, nn.Module]:
+        sample = self.scale(self.data.sample())
+        model = NETWORKS[self.options.net](self.data.classes, sample.shape[-1]).to(self.data.device)
+        model.start(sample)  # type: ignore[operator]
         make = partial(optimizer, momentum=run.momentum)
         if self.options.engine == "processes":
-            return OneOfMany(model, self.data.device, loss_of, make)
+            return OneOfMany(model, self.data.device, loss_of, make), model
         order = torch.zeros(1, run.nodes, self.options.batch, dtype=torch.long)
         x, y = next(iter(self.data.take(order, range(run.nodes), 0)))
-        return Simulated(model, run.nodes, (self.scale(x), y), loss_of, make)
+        return Simulated(model, run.nodes, (self.scale(x), y), loss_of, make), model
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

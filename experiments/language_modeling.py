@@ -13,13 +13,14 @@ Every run is a row of --out, and is not run again: stop it when you like, and st
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from networks import command
-from networks.engines import OneOfMany, Simulated, Trainer, device_name
+from networks.engines import Latest, OneOfMany, Simulated, Trainer, device_name
 from networks.hours import hours
 from networks.runs import Run
 from networks.store import Finished, Store
@@ -30,7 +31,7 @@ from text.study import TABLES
 from text.train import optimizer, train
 
 RESULTS = Path(__file__).parent / "results" / "language_modeling.csv"
-STEPS, QUICK_STEPS, BATCH = 3_000, 60, 32
+STEPS, QUICK_STEPS, BATCH = 2_000, 60, 32
 LR = 4e-3  # not tuned yet
 
 
@@ -45,16 +46,16 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Runner:
-    """Trains one run after the other; the last trainer is kept, since what it has compiled may serve the next one."""
+    """Trains one run after the other."""
 
     def __init__(self, text: Sequences, options: argparse.Namespace):
         self.text, self.options = text, options
-        self._trainer: tuple[tuple[int, float], Trainer, Guessing] | None = None
+        self._latest = Latest()
 
     def __call__(self, run: Run) -> Finished:
-        trainer, model = self._trainer_of(run)
+        trainer, model = self._latest.get(self.trainer_key(run), partial(self._new_trainer, run))
         torch.manual_seed(run.seed)
-        model.start()
+        model.start()  # type: ignore[operator]
         done = train(trainer, run, self.text, self.options.batch, self.options.steps, self.options.lr)
         return Finished(
             lr=self.options.lr,
@@ -76,21 +77,14 @@ class Runner:
         """LAMB is not linear: Parallel SGD is an average of gradients, not of models."""
         return run.method == "Parallel SGD"
 
-    def _trainer_of(self, run: Run) -> tuple[Trainer, Guessing]:
-        key = self.trainer_key(run)
-        if self._trainer is None or self._trainer[0] != key:
-            self._trainer = None
-            model = Guessing(self.options.size, self.text.special.size, LENGTH).to(self.text.train.device)
-            self._trainer = (key, self._new_trainer(run, model), model)
-        return self._trainer[1], self._trainer[2]
-
-    def _new_trainer(self, run: Run, model: nn.Module) -> Trainer:
+    def _new_trainer(self, run: Run) -> tuple[Trainer, nn.Module]:
         device, averages_gradients = self.text.train.device, self._averages_gradients(run)
+        model = Guessing(self.options.size, self.text.special.size, LENGTH).to(device)
         if self.options.engine == "processes":
-            return OneOfMany(model, device, loss_of, optimizer, averages_gradients)
+            return OneOfMany(model, device, loss_of, optimizer, averages_gradients), model
         rows = self.text.train[: run.nodes * self.options.batch].view(run.nodes, self.options.batch, LENGTH)
         like = masked(rows, self.text.special, torch.Generator(device).manual_seed(0))
-        return Simulated(model, run.nodes, like, loss_of, optimizer, averages_gradients)
+        return Simulated(model, run.nodes, like, loss_of, optimizer, averages_gradients), model
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

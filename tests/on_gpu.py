@@ -27,7 +27,7 @@ from tests.nodes import ALGORITHMS as NODES
 from tests.nodes import MODELS, averager_of, train_here, wrapped
 from tests.problems import OPTIMIZERS, batches, flat, trained
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.extend(str(Path(__file__).parents[1] / folder) for folder in ("benchmarks", "experiments"))
 
 from gpu import Echo
 
@@ -242,7 +242,6 @@ def nccl_path_never_waits_for_the_device_on_a_gossip_step() -> None:
 
 
 def the_convex_study_replayed_on_the_gpu_equals_the_cpu() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
     from logistic.problem import synthetic
     from logistic.run import Walk, learning_rates, run
 
@@ -258,6 +257,61 @@ def the_convex_study_replayed_on_the_gpu_equals_the_cpu() -> None:
         print(f"    {algorithm.topology}: {worst:.1e}")
 
 
+def convolutions_of_all_nodes_are_torchs() -> None:
+    """Result and gradients, in shapes of the image study's network, as far from float64 as cuDNN's own in bfloat16 are."""
+    from images.convolution import convolution
+
+    def torchs(x: torch.Tensor, w: torch.Tensor, padding: int) -> torch.Tensor:
+        return nn.functional.conv2d(x.permute(0, 3, 1, 2), w.permute(0, 3, 1, 2), padding=padding).permute(0, 2, 3, 1)
+
+    random = torch.Generator(CUDA).manual_seed(0)
+    for side, channels, out, size, padding in (
+        (32, 3, 24, 2, 0),
+        (31, 24, 64, 3, 1),
+        (15, 64, 256, 3, 1),
+        (7, 256, 256, 3, 1),
+        (3, 5, 7, 3, 1),
+    ):
+        x = torch.randn(N, 8, side, side, channels, device=CUDA, generator=random).bfloat16()
+        w = (torch.randn(N, out, size, size, channels, device=CUDA, generator=random) / (size * channels**0.5)).bfloat16()
+        found = []
+        for function, dtype in ((convolution, torch.bfloat16), (torchs, torch.bfloat16), (torchs, torch.float64)):
+            inputs = [t.to(dtype).requires_grad_() for t in (x, w)]
+            y = torch.func.vmap(lambda x, w, function=function, padding=padding: function(x, w, padding))(*inputs)
+            y.float().square().sum().backward()
+            found.append([t.detach().double() for t in (y, *(t.grad for t in inputs))])
+        ours, cudnns, exact = found
+        errors = [[float((a - b).norm() / b.norm()) for a, b in zip(one, exact, strict=True)] for one in (ours, cudnns)]
+        assert all(mine < 1.5 * theirs + 1e-4 for mine, theirs in zip(*errors, strict=True)), errors
+        print(f"    {side} x {side}, {channels} to {out}: {max(errors[0]):.1e} (cuDNN {max(errors[1]):.1e})")
+
+
+def compiled_lamb_captured_in_a_graph_takes_the_same_steps() -> None:
+    from networks.engines import captured
+    from text.lamb import Lamb
+
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape, device=CUDA)) for shape in ((N, 40, 30), (N, 30))]
+        opt = Lamb(params, lr=torch.tensor(0.01, device=CUDA), stacked=True, compiled=compiled)
+
+        def step(params: list[nn.Parameter] = params, opt: Lamb = opt) -> torch.Tensor:
+            opt.zero_grad()
+            loss = sum((p.sin() ** 2).sum() for p in params)
+            loss.backward()
+            opt.step()
+            return loss.detach()
+
+        take = captured(step) if compiled else step  # which takes three steps to warm up
+        for _ in range(8 if compiled else 11):
+            loss = take()
+        results.append([p.detach() for p in params] + [loss])
+    worst = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
+    assert worst < 1e-3, worst
+    print(f"    {worst:.1e}")
+
+
 def main() -> None:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     for check in (
@@ -268,6 +322,8 @@ def main() -> None:
         nodes_of_two_that_share_the_gpu_equal_the_simulator,
         nccl_path_never_waits_for_the_device_on_a_gossip_step,
         the_convex_study_replayed_on_the_gpu_equals_the_cpu,
+        convolutions_of_all_nodes_are_torchs,
+        compiled_lamb_captured_in_a_graph_takes_the_same_steps,
     ):
         print(check.__name__.replace("_", " "))
         check()

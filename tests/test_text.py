@@ -3,6 +3,7 @@
 import csv
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +76,24 @@ def test_stacked_lamb_is_each_nodes_own() -> None:
             row.grad = own.clone()
             opt.step()
     assert torch.allclose(stacked.detach(), torch.stack([row.detach() for row in alone]), atol=1e-7)
+
+
+def test_compiled_lamb_takes_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is compiled once, however lr changes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # traced as a whole; no compiler needed
+    torch.manual_seed(0)
+    lr, start, found = torch.tensor(0.1), [torch.randn(4, 3, 2), torch.randn(4, 3)], []
+    for compiled in (False, True):
+        params = [torch.nn.Parameter(x.clone()) for x in start]
+        opt, random = Lamb(params, lr=lr, stacked=True, compiled=compiled), torch.Generator().manual_seed(1)
+        for step in range(4):
+            lr.fill_(0.1 / (step + 1))
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=random)
+            with torch.compiler.set_stance("fail_on_recompile" if step else "default"):
+                opt.step()
+        found.append([p.detach() for p in params])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*found, strict=True))
 
 
 def test_lamb_moves_what_is_zero() -> None:

@@ -67,14 +67,26 @@ def _together(run: Run, rows: list[tuple[int, dict[str, str]]], store: Store) ->
     )
 
 
+def _pairs(ours: Seeds, theirs: Seeds) -> tuple[list[float], list[float]]:
+    """Values of the seeds that both have."""
+    both = sorted(set(ours.seeds) & set(theirs.seeds))
+    first, second = ([one.values[one.seeds.index(seed)] for seed in both] for one in (ours, theirs))
+    return first, second
+
+
+def difference(ours: Seeds, theirs: Seeds) -> float:
+    """Of the means, over the seeds that both have."""
+    first, second = _pairs(ours, theirs)
+    return statistics.mean(first) - statistics.mean(second)
+
+
 def p_value(ours: Seeds, theirs: Seeds) -> float | None:
     """Of a paired t-test over the seeds that both have; None with fewer than three."""
     from scipy.stats import ttest_rel
 
-    both = sorted(set(ours.seeds) & set(theirs.seeds))
-    if len(both) < 3 or ours.run == theirs.run:
+    pairs = _pairs(ours, theirs)
+    if len(pairs[0]) < 3 or ours.run == theirs.run:
         return None
-    pairs = [[one.values[one.seeds.index(seed)] for seed in both] for one in (ours, theirs)]
     if pairs[0] == pairs[1]:
         return 1.0
     return float(ttest_rel(*pairs).pvalue)

@@ -30,6 +30,25 @@ class Trainer(Protocol):
     def global_rounds(self) -> int: ...
 
 
+def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The same as a CUDA graph, launched as one; its result lies in the same memory each time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # compiles, and makes the optimizer's state
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return result
+
+    return replay
+
+
 class Simulated:
     """n nodes on one device. On a GPU forward, backward and optimizer are compiled, and captured in a graph, once for all methods."""
 
@@ -40,9 +59,10 @@ class Simulated:
         self._lr = torch.tensor(0.1, device=like[0].device)
         self._opt = optimizer(self.sim.named_parameters(), model, self._lr)
         self._losses_of = self.sim.compiled(loss_of) if self._lr.is_cuda else partial(self.sim, loss_of)
-        self._graph = self._capture() if self._lr.is_cuda else None
+        self._train = captured(self._compute) if self._lr.is_cuda else self._compute
 
     def _compute(self) -> Tensor:
+        self._opt.zero_grad()
         losses = self._losses_of(*self._batch)
         losses.sum().backward()
         if self._average_gradients:
@@ -51,19 +71,6 @@ class Simulated:
                     leaf.grad.copy_(leaf.grad.mean(0, keepdim=True).expand_as(leaf.grad))
         self._opt.step()
         return losses.detach()
-
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):  # compiles, and makes the optimizer's state
-                self._compute()
-                self._opt.zero_grad()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self._losses = self._compute()
-        return graph
 
     @torch.no_grad()
     def start(self, algorithm: Algorithm) -> None:
@@ -78,13 +85,9 @@ class Simulated:
         for room, tensor in zip(self._batch, batch, strict=True):
             room.copy_(tensor)
         self._lr.fill_(lr)
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._opt.zero_grad()
-            self._losses = self._compute()
-        self.sim.step(self._losses, lr=lr)
-        return self._losses
+        losses = self._train()
+        self.sim.step(losses, lr=lr)
+        return losses
 
     def mean_model(self) -> nn.Module:
         return self.sim.mean_model()
@@ -127,6 +130,20 @@ class OneOfMany:
 
     def global_rounds(self) -> int:
         return self._averager.metrics.rounds["global"]
+
+
+class Latest:
+    """The last trainer, and its model, for as long as runs have the same key: what it has compiled serves the next one."""
+
+    def __init__(self) -> None:
+        self._key: object = None
+        self._made: tuple[Trainer, nn.Module] | None = None
+
+    def get(self, key: object, make: Callable[[], tuple[Trainer, nn.Module]]) -> tuple[Trainer, nn.Module]:
+        if self._made is None or self._key != key:
+            self._made = None  # one set of stacked models at a time
+            self._key, self._made = key, make()
+        return self._made
 
 
 def device_name(device: torch.device) -> str:

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from images.study import TABLES as IMAGES
 from logistic import tables
-from networks import compare
+from networks import compare, order
 from networks.compare import Seeds
 from networks.paper import Reported, reported
 from networks.pictures import draw_curves
@@ -49,7 +49,9 @@ def image_table(name: str, table: Table, store: Store) -> str:
 def _table(name: str, table: Table, store: Store, row_of: Callable[[Seeds, Seeds | None, Reported | None], tables.Row]) -> str:
     """A row for each run that has some seeds, beside Parallel SGD's and what the paper reports."""
     found = compare.of_table(table, store)
-    return tables.as_text([row_of(seeds, _parallel(seeds, found), reported(name, seeds.run)) for seeds in found]) if found else NOT_YET
+    rows = [row_of(seeds, _parallel(seeds, found), reported(name, seeds.run)) for seeds in found]
+    unreported = {column for column in (rows[0] if rows else ()) if column.startswith("paper") and all(row[column] == "-" for row in rows)}
+    return tables.as_text([{k: v for k, v in row.items() if k not in unreported} for row in rows]) if rows else NOT_YET
 
 
 def _parallel(seeds: Seeds, found: list[Seeds]) -> Seeds | None:
@@ -126,6 +128,8 @@ def filled_in(text: str, images: Store, words: Store) -> str:
     def make(word: str) -> str:
         if word == "gpu-minutes":
             return time_table([(IMAGES, images), (TEXT, words)])
+        if word == "order":
+            return tables.as_text([*order.order_table(order.OF_IMAGES, images), *order.order_table(order.OF_TEXT, words)])
         if word in of_images:
             return image_table(of_images[word], IMAGES[of_images[word]], images)
         return text_table(of_text[word], TEXT[of_text[word]], words)

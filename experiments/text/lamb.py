@@ -16,7 +16,8 @@ class Lamb(torch.optim.Optimizer):
     u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay x
     x <- x - lr (||x|| / ||u||) u                                              (lr u where a norm is zero)
 
-    `stacked`: tensors are [n, ...], one row a node, and norms are each node's own.
+    `stacked`: tensors are [n, ...], one row a node, and norms are each node's own. `compiled`: by torch.compile, in a few passes over
+    memory; give lr as a tensor then, or each new value is compiled again.
     """
 
     def __init__(
@@ -27,10 +28,12 @@ class Lamb(torch.optim.Optimizer):
         eps: float = 1e-6,
         weight_decay: float = 0.01,
         stacked: bool = False,
+        compiled: bool = False,
     ):
         if not (float(lr) >= 0 and all(0 <= b < 1 for b in betas) and eps > 0 and weight_decay >= 0):
             raise ValueError(f"Lamb needs lr, eps, weight_decay >= 0 and 0 <= betas < 1, got {lr=}, {betas=}, {eps=}, {weight_decay=}")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "stacked": stacked})
+        self._advance = torch.compile(_advance, dynamic=False, fullgraph=True) if compiled else _advance
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -39,23 +42,30 @@ class Lamb(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for x in (p for p in group["params"] if p.grad is not None):
-                self._step(x, group)
+            trained = [(x, x.grad, *self._state(x)) for x in group["params"] if x.grad is not None]
+            self._advance(trained, group["lr"], group["betas"], group["eps"], group["weight_decay"], group["stacked"])
         return loss
 
-    def _step(self, x: Tensor, group: dict[str, Any]) -> None:
-        state, (b1, b2), g = self.state[x], group["betas"], x.grad
-        assert g is not None
+    def _state(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        state = self.state[x]
         if not state:
             # t is a tensor, so that a captured step can count
             state.update(t=torch.zeros((), dtype=torch.float64, device=x.device), m=torch.zeros_like(x), v=torch.zeros_like(x))
-        t, m, v = state["t"], state["m"], state["v"]
+        return state["t"], state["m"], state["v"]
+
+
+def _advance(
+    trained: list[tuple[Tensor, ...]], lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float, stacked: bool
+) -> None:
+    """A step of all tensors of a group: x, its gradient, t, m and v of each."""
+    b1, b2 = betas
+    for x, g, t, m, v in trained:
         t += 1
         m.lerp_(g, 1 - b1)
         v.mul_(b2).addcmul_(g, g, value=1 - b2)
-        u = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt_() + group["eps"])
-        u.add_(x, alpha=group["weight_decay"])
-        rows = [t.reshape(len(t) if group["stacked"] else 1, -1).norm(dim=1) for t in (x, u)]
+        u = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt_() + eps)
+        u.add_(x, alpha=weight_decay)
+        rows = [y.reshape(len(y) if stacked else 1, -1).norm(dim=1) for y in (x, u)]
         ratio = torch.where((rows[0] > 0) & (rows[1] > 0), rows[0] / rows[1], 1.0)
-        scale = ratio.view(-1, *[1] * (x.dim() - 1)) if group["stacked"] else ratio.view([1] * x.dim())
-        x.sub_(group["lr"] * scale * u)
+        scale = ratio.view(-1, *[1] * (x.dim() - 1)) if stacked else ratio.view([1] * x.dim())
+        x.sub_(lr * scale * u)

@@ -44,7 +44,7 @@ def optimizer(named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: 
         {"params": [p for name, p in trained if dims[name] > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for name, p in trained if dims[name] == 1], "weight_decay": 0.0},
     ]
-    return Lamb(groups, lr=lr, stacked=stacked)
+    return Lamb(groups, lr=lr, stacked=stacked, compiled=lr.is_cuda)
 
 
 def algorithm_of(run: Run, steps: int) -> Algorithm:
