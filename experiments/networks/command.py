@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from logistic import tables
 from networks.runs import Run, Tables
 from networks.store import Finished, Store
 
@@ -88,3 +89,12 @@ def run_missing(options: argparse.Namespace, tables: Tables, store: Store, run_o
             if is_first:
                 store.add(run, finished)
             bar.update()
+    if is_first:
+        print(tables.as_text([_shown(run, row) for run in wanted if (row := store.find(run)) is not None]))
+
+
+def _shown(run: Run, row: dict[str, str]) -> tables.Row:
+    """A finished run, for people to read."""
+    settings = {"method": run.name, "topology": run.topology, "nodes": run.nodes, "seed": run.seed}
+    value = f"{100 * float(row['accuracy']):.2f} %" if row["accuracy"] else "-"
+    return {**settings, "accuracy": value, "loss": f"{float(row['loss']):.4f}", "hours, modelled": f"{float(row['hours']):.2f}"}
