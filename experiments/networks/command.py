@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from logistic import tables
+from logistic.tables import Row, as_text
 from networks.runs import Run, Tables
 from networks.store import Finished, Store
 
@@ -90,10 +90,10 @@ def run_missing(options: argparse.Namespace, tables: Tables, store: Store, run_o
                 store.add(run, finished)
             bar.update()
     if is_first:
-        print(tables.as_text([_shown(run, row) for run in wanted if (row := store.find(run)) is not None]))
+        print(as_text([_shown(run, row) for run in wanted if (row := store.find(run)) is not None]))
 
 
-def _shown(run: Run, row: dict[str, str]) -> tables.Row:
+def _shown(run: Run, row: dict[str, str]) -> Row:
     """A finished run, for people to read."""
     settings = {"method": run.name, "topology": run.topology, "nodes": run.nodes, "seed": run.seed}
     value = f"{100 * float(row['accuracy']):.2f} %" if row["accuracy"] else "-"
