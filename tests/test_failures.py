@@ -377,7 +377,7 @@ def step_for_ever(rank: int, name: str, victim: int) -> tuple[str, float]:
 
 @pytest.mark.parametrize("name", ["gossip_sgd", "gossip_pga delayed", "parallel_sgd", "osgp"])
 def test_a_dead_peer_is_an_error_within_the_time_out(brittle: Cluster, name: str) -> None:
-    for rank, (text, seconds) in brittle.survivors(1, step_for_ever, name, 1, deadline=30.0).items():
+    for rank, (text, seconds) in brittle.survivors(1, step_for_ever, name, 1).items():
         assert f"rank {rank} of 4 lost touch with the others while" in text
         assert "step" in text
         assert seconds < 20

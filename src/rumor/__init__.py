@@ -3,6 +3,7 @@
 from rumor import cost, theory
 from rumor.algorithm import GossipPGA, gossip_aga, gossip_pga, gossip_sgd, local_sgd, parallel_sgd
 from rumor.averager import Averager
+from rumor.checkpoint import load, save
 from rumor.engine import Stacked
 from rumor.metrics import Metrics
 from rumor.process_group import ProcessGroup
@@ -24,8 +25,9 @@ from rumor.topology import (
     ring,
     torus,
 )
+from rumor.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Adaptive",
@@ -52,11 +54,13 @@ __all__ = [
     "gossip_sgd",
     "grid",
     "isolated",
+    "load",
     "local_sgd",
     "one_peer_exponential",
     "osgp",
     "parallel_sgd",
     "ring",
+    "save",
     "slowmo",
     "theory",
     "torus",

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from rumor.algorithm import Algorithm, check_algorithm
-from rumor.flat import Flat, Places, as_real, held
+from rumor.checks import check_model, check_options, described, is_averaged, trained_and_frozen
+from rumor.flat import Flat, Places, as_real
 from rumor.metrics import Metrics
 from rumor.node import Node, check_shards, layouts, reshard
-from rumor.process_group import Group, ProcessGroup, check_model
+from rumor.process_group import Group, ProcessGroup
 from rumor.run import Run, ordinary_tensors
 from rumor.under_forward import UnderForward
+from rumor.version import VERSION
+
+Batch = TypeVar("Batch")
 
 
 class Averager:
@@ -38,6 +42,8 @@ class Averager:
         lazy: step() returns while messages are under way, and each module waits for its own parameters when it next runs forward, or gives
             its state_dict(). Call settle() before you read parameters in any other way, such as in a forward that looks at another module's
             before it calls that. Not for models under torch.compile.
+        rescue: the model's optimizer, if a run is to go on where a node's model is no longer finite: all nodes then take the mean of those
+            that are, and that node's optimizer starts anew. Without it, FloatingPointError ends the run on every rank.
 
     A rank that waits longer than the group's time-out (`init_process_group(timeout=...)`, `new_group(timeout=...)`) raises ConnectionError.
     A model that is not finite raises FloatingPointError on every rank, naming the node and the step.
@@ -51,19 +57,19 @@ class Averager:
         group: Group | None = None,
         local_group: Group | None = None,
         lazy: bool = False,
+        rescue: torch.optim.Optimizer | None = None,
     ):
         self.engine = ProcessGroup(group, local_group)
         self._node = Node(self.engine)
         problem, setup = None, {}
         try:
-            check_model(model, group, local_group)
+            check_model(model, self.engine)
             reshard(model)
             check_shards(model, self.engine.inside)
             check_algorithm(algorithm)
-            _check_size(algorithm, self.engine.n)
-            _check_lazy(lazy, algorithm, local_group is not None)
+            check_options(algorithm, self.engine.n, lazy, rescue, is_shared=local_group is not None)
             _, self._frozen = trained_and_frozen(model)
-            setup = {"algorithm": repr(algorithm), "model": _described(model)}
+            setup = {"version of Rumor": VERSION, "algorithm": repr(algorithm), "model": described(model)}
             if local_group is not None:
                 setup["layout in memory"] = layouts(model)
         except (TypeError, ValueError) as error:
@@ -79,7 +85,7 @@ class Averager:
             self._x = Flat(self._part.mine, self.engine.room)
             self._b = Flat(self._buffer_part.mine, self.engine.room)
             self._run = Run(algorithm, self.engine, self._x, self._b)
-        self._lazy = lazy
+        self._lazy, self._rescue = lazy, rescue
         if lazy:
             here = weakref.ref(self)  # the hooks must not keep this Averager alive
             hooks = UnderForward(
@@ -94,6 +100,15 @@ class Averager:
         return f"Averager(rank {self.engine.rank} of {self.engine.n}, after {self._run.k} steps of {self._run.algorithm})"
 
     @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    @property
+    def steps(self) -> int:
+        """So far."""
+        return self._run.k
+
+    @property
     def metrics(self) -> Metrics:
         """Rounds by kind, bytes sent, seconds spent waiting, and the period in force."""
         return self.engine.metrics
@@ -106,6 +121,17 @@ class Averager:
             loss: this rank's loss of this step; Gossip-AGA needs it, others ignore it.
             lr: the current learning rate; SlowMo needs it, others ignore it.
         """
+        k = self._run.k
+        try:
+            self._step(loss, lr)
+        except FloatingPointError as error:
+            if self._rescue is None:
+                raise
+            self._take_mean_of_finite(error)
+            if self._run.k == k:  # a global round is where it was found out, and has yet to be
+                self._step(loss, lr)
+
+    def _step(self, loss: Tensor | float | None, lr: float | None) -> None:
         self._refuse_in_averaged("step()")
         self._find_tensors(all_of_them=self._run.round() == "global")
         self._run.begin(self._as_scalar(loss), lr)
@@ -127,6 +153,20 @@ class Averager:
                 elif kind == "global":
                     self._share_all()
             self.engine.raise_alarm(k, self._run.algorithm.topology)
+
+    def _take_mean_of_finite(self, error: FloatingPointError) -> None:
+        """All nodes go on from the mean of those whose models are finite. Every rank comes here at the same step."""
+        assert self._rescue is not None
+        is_finite = all(bool(t.isfinite().all()) for t in self._trained.tensors())
+        self._run.abandon()
+        self.engine.forget_alarm()
+        if self._run.take_mean_of(is_finite) == 0:
+            raise error
+        if not is_finite:
+            self._rescue.state.clear()
+            self._rescue.zero_grad()
+            self.metrics.rescues += 1
+            warnings.warn(f"node {self.engine.rank} goes on from the mean of the others at step {self._run.k}: {error}", stacklevel=4)
 
     def _share_all(self) -> None:
         """After a global round, inside the node: float buffers have changed, too, and alarms are settled."""
@@ -180,6 +220,22 @@ class Averager:
         self._run.finish()
         self._share_all()
 
+    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """`batches` for as long as every node has one, so that nobody waits for a node that has run out. A collective, in every turn.
+
+        Every rank loops over its own: `for x, y in averager.join(loader)`. All loops end together, with the shortest; what is left over of
+        the others is dropped (shuffle, and it is another part each epoch). Whether all have the next batch is asked while this one trains.
+        """
+        end = object()
+        ahead = iter(batches)
+        batch: Any = next(ahead, end)
+        vote = self._node.all_have(batch is not end)
+        while vote.is_unanimous():
+            following: Any = next(ahead, end)
+            vote = self._node.all_have(following is not end)
+            yield batch
+            batch = following
+
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model holds the mean of all nodes (to evaluate or save it); after, its own again. A collective."""
@@ -224,54 +280,33 @@ class Averager:
         self._run.load_state_dict(state)
         self.engine.forget_alarm()
 
+    @ordinary_tensors()
+    def go_on(self, state: dict[str, Any]) -> None:
+        """Takes over the schedule alone, from a state of any rank of a run with other nodes: all nodes have the same model now."""
+        self.settle()
+        self._run.start_anew(state["schedule"])
+        self.engine.forget_alarm()
 
-def _check_size(algorithm: Algorithm, n: int) -> None:
-    topology = algorithm.topology
-    if topology.n != n:
-        how = topology.name.split("(")[0]
-        special = {"isolated": f"use local_sgd({n}, H)", "complete": f"use parallel_sgd({n}) or complete({n})"}
-        fix = special.get(how, f"build it with {how}({n})" if "<" not in topology.name else f"build it for {n} nodes")
-        raise ValueError(f"this topology is for n={topology.n} nodes, but the group has {n}: {fix}")
+    # ---- for checkpoints
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """This rank's node, and its rank inside it."""
+        return self.engine.rank, self._node.local_rank or 0
 
-def _check_lazy(lazy: bool, algorithm: Algorithm, is_shared: bool) -> None:
-    if lazy and algorithm.delay:
-        raise ValueError("lazy=True has nothing to gain with delay=1, whose messages have a whole step to arrive: leave one of them out")
-    if lazy and is_shared:
-        raise ValueError(
-            "lazy=True can't wait for what the ranks of a node share when all of it has arrived: leave out lazy or local_group"
-        )
+    @property
+    def local_size(self) -> int:
+        """Ranks of a node."""
+        return self._node.size
+
+    @property
+    def device(self) -> torch.device:
+        return self._trained.tensors()[0].device
+
+    def meet(self, values: dict[str, str], doing: str) -> None:
+        """None leaves before all have come; raises on every rank unless all bring the same values. A collective."""
+        self._node.meet(values, doing)
 
 
 def _named(rank: int, local_rank: int | None) -> str:
     return f"rank {rank}" if local_rank is None else f"rank {rank}, local rank {local_rank}"
-
-
-def _described(module: nn.Module) -> str:
-    """What must be alike on all ranks."""
-    parameters = [f"{name} {list(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}" for name, p in module.named_parameters()]
-    return ", ".join([*parameters, *(f"{name} {list(b.shape)} {b.dtype}" for name, b in module.named_buffers())])
-
-
-def is_averaged(buffer: Tensor) -> bool:
-    """Floats are; integers (counts, masks) stay each node's own."""
-    return buffer.is_floating_point() or buffer.is_complex()
-
-
-def trained_and_frozen(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters that are averaged, and those that are left alone because they don't train."""
-    parameters = list(module.parameters())
-    memory: dict[int, str] = {}
-    for name, p in module.named_parameters():
-        if isinstance(p, UninitializedParameter) or p.is_meta:
-            raise ValueError(f"parameter {name} has no values yet (lazy, or on the meta device): initialise the model first")
-        here = held(p)
-        if here.numel() and memory.setdefault(here.data_ptr(), name) != name:
-            other = memory[here.data_ptr()]
-            raise ValueError(
-                f"parameters {other} and {name} share memory but are two Parameters: tie them by assigning the Parameter itself"
-            )
-    trained = [p for p in parameters if p.requires_grad]
-    if not trained:
-        raise ValueError(f"{type(module).__name__} has no parameters that train (of {len(parameters)}): there is nothing to average")
-    return trained, [p for p in parameters if not p.requires_grad]

@@ -12,6 +12,8 @@ from pathlib import Path
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """A name beside `path` to write to, with the same suffix; it takes the place of `path` when the block ends, and is removed if it fails.
 
+    What was written is on disk before it is renamed, so that a power cut leaves the old file or the new one.
+
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     with replacing(f"{folder}/table.csv") as aside:
@@ -23,6 +25,17 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     aside = target.with_name(f".{os.getpid()}.{target.name}")
     try:
         yield aside
+        _to_disk(aside)
         aside.replace(target)
+        _to_disk(target.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def _to_disk(path: Path) -> None:
+    if os.name == "posix":  # elsewhere a folder can't be opened
+        opened = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(opened)
+        finally:
+            os.close(opened)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from rumor.arrivals import Vote
 from rumor.channel import Alarm
 from rumor.flat import as_real, is_sharded
 from rumor.process_group import ProcessGroup
@@ -42,6 +43,23 @@ class Node:
             setup = {**setup, "rank inside the node (in local_group=)": f"{self._inside.rank} of {self._inside.n}"}
         self._engine.agree(setup, problem)
 
+    @property
+    def size(self) -> int:
+        """Ranks of this node."""
+        return 1 if self._inside is None else self._inside.n
+
+    def meet(self, values: dict[str, str], doing: str) -> None:
+        """All ranks of all nodes; raises on every one of them unless all bring the same values."""
+        problem = None
+        if self._inside is not None:
+            try:
+                self._inside.compare(values, doing)
+            except ValueError as error:
+                problem = error
+        self._engine.compare({**values, "word from inside the nodes": str(problem)}, doing)
+        if problem is not None:
+            raise problem
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Every rank of every node takes the values of rank 0 of node 0; of a DTensor, of its counterpart on node 0."""
         if self._inside is not None:
@@ -60,6 +78,13 @@ class Node:
                 part.share(self._engine._alarm)
         if settle:
             self._engine.raise_settled_alarm()
+
+    def all_have(self, this_one_has: bool) -> Vote:
+        """Asks every rank of every node."""
+        if self._inside is not None:
+            told = self._told(self._inside, torch.tensor([float(this_one_has)], device=self._inside.device))
+            this_one_has = bool(told.min())
+        return self._engine.all_have(this_one_has)
 
     def mean(self, value: Tensor) -> Tensor:
         """Of a number [1]."""

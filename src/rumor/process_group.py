@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import record_function
 
-from rumor.arrivals import Gossip, Links, Mean, Sum, gossiping, side_by_side, unrecorded
+from rumor import doors
+from rumor.arrivals import Gossip, Links, Mean, Sum, Vote, gossiping, side_by_side, unrecorded
 from rumor.channel import Alarm, Channel, DeviceAlarm, Message, Work
 from rumor.engine import Pending, accumulator, rounded
 from rumor.flat import as_real
@@ -50,6 +50,8 @@ class ProcessGroup:
         self.group = group or dist.distributed_c10d._get_default_group()
         self.n = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
+        if local_group is not None and group is None:
+            raise ValueError("local_group= (the ranks inside this node) needs group= too: one rank of each node, this one among them")
         if self.rank < 0:
             raise ValueError("this process is not in the group it was given: each rank must pass a group that it belongs to")
         self.metrics = Metrics()
@@ -66,6 +68,7 @@ class ProcessGroup:
         self._under_way: _UnderWay = {}
         self._couriers: dict[torch.device, Courier] = {}
         self._errands: dict[int, Future[None]] = {}  # by the tag of the channel
+        self._doors: list[doors.Address | None] = []
         self.forget_alarm()
         weakref.finalize(self, _keep, self._under_way, self._channels).atexit = False
 
@@ -140,21 +143,33 @@ class ProcessGroup:
         """
         global _engines
         said: list[Any] = [None] * self.n
-        mine = (setup, str(problem) if problem else None, _engines)
+        mine = (setup, str(problem) if problem else None, _engines, doors.address())
         self._guard(lambda: dist.all_gather_object(said, mine, group=self.group), "comparing the set-up of all ranks")
-        _engines = 1 + max(engines for _, _, engines in said)
+        _engines = 1 + max(engines for _, _, engines, _ in said)
+        self._doors = [door for _, _, _, door in said]
         self._tags = itertools.count(_engines % ENGINES * TAGS_OF_AN_ENGINE)
         while _orphans:
             for works, _ in _orphans.pop().values():
                 self._wait(works, "taking in the messages of an Averager that was dropped before finish()")
         if problem:
             raise problem
-        for rank, (theirs, their_problem, _) in enumerate(said):
+        for rank, (_, their_problem, _, _) in enumerate(said):
             if their_problem:
                 raise RuntimeError(f"rank {rank} could not set up its Averager: {their_problem}")
-            for what, value in theirs.items():
-                if value != (first := said[0][0].get(what)):
-                    raise ValueError(f"ranks disagree on the {what}: rank 0 has {first}, rank {rank} has {value}")
+        _check_alike([theirs for theirs, _, _, _ in said])
+
+    def compare(self, values: dict[str, str], doing: str) -> None:
+        """Raises on every rank, naming both values, unless all have the same. A meeting: none leaves before all have come."""
+        said: list[Any] = [None] * self.n
+        self._guard(lambda: dist.all_gather_object(said, values, group=self.group), doing)
+        _check_alike(said)
+
+    def all_have(self, this_one_has: bool) -> Vote:
+        """Asks every node."""
+        vote = Vote(self, torch.tensor([float(this_one_has)], device=self.device))
+        post = partial(dist.all_reduce, vote.least, dist.ReduceOp.MIN, group=self.group, async_op=True)
+        self._guard(lambda: vote.works.append(post()), vote.doing)
+        return vote
 
     def broadcast(self, tensors: Iterable[Tensor], group: Group | None = None) -> None:
         """Every rank of `group` takes its rank 0's values, in place."""
@@ -256,18 +271,21 @@ class ProcessGroup:
     def _post_sum(self, total: Message) -> list[Work]:
         return [dist.all_reduce(total.whole, group=self.group, async_op=True)] if self.n > 1 else []
 
-    def _arrive(self, channel: Channel, works: list[Work], doing: str) -> None:
+    def _arrive(self, channel: Channel, works: list[Work], doing: str, senders: Sequence[int] = ()) -> None:
         if (errand := self._errands.pop(channel.tag, None)) is not None:
             with self._waiting():
                 errand.result()
-        self._wait(works, doing)
+        self._wait(works, doing, senders)
         self._under_way.pop(channel.tag, None)
 
-    def _wait(self, works: list[Work], doing: str) -> None:
-        """Waits for each once: a second wait() on a gloo message would wait for a second message."""
+    def _wait(self, works: list[Work], doing: str, senders: Sequence[int] = ()) -> None:
+        """Waits for each once: a second wait() on a gloo message would wait for a second message. `senders`: of the first of them."""
         with self._waiting():
-            while works:
+            for node in (*senders, *[None] * (len(works) - len(senders))) if works else ():
+                began = time.perf_counter()
                 self._guard(works.pop(0).wait, doing)
+                if node is not None:
+                    self.metrics.waited_for[node] = self.metrics.waited_for.get(node, 0.0) + time.perf_counter() - began
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -282,9 +300,8 @@ class ProcessGroup:
                 call()
         except RuntimeError as error:
             raise ConnectionError(
-                f"rank {self.rank} of {self.n} lost touch with the others while {doing}: {error}. A peer has died, is cut off, is slower "
-                "than the time-out that init_process_group(timeout=...) sets, or has not called step(), averaged() or finish() as often as "
-                "this rank; once that is mended, restart the job from its last checkpoint"
+                f"rank {self.rank} of {self.n} lost touch with the others while {doing}: {doors.likely_reason(self._doors)}. Once that is "
+                f"mended, restart the job from its last checkpoint. ({error})"
             ) from error
 
     def _room_to_mix(self, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -308,28 +325,16 @@ class ProcessGroup:
         )
 
 
+def _check_alike(said: list[dict[str, str]]) -> None:
+    for rank, theirs in enumerate(said):
+        for what, value in theirs.items():
+            if value != (first := said[0].get(what)):
+                raise ValueError(f"ranks disagree on the {what}: rank 0 has {first}, rank {rank} has {value}")
+
+
 def _keep(under_way: _UnderWay, channels: dict[int, Channel]) -> None:
     _orphans.append(under_way)
     _kept.extend(expected for channel in channels.values() for expected in channel.expected.values())
-
-
-def check_model(model: torch.nn.Module, group: Group | None, local_group: Group | None) -> None:
-    """Refuses what can't be averaged, such as a module whose gradients DDP already averages over all nodes."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"the model comes first and must be a torch.nn.Module, got {type(model).__name__}")
-    if local_group is not None and group is None:
-        raise ValueError("local_group= (the ranks inside this node) needs group= too: one rank of each node, this one among them")
-    inner = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
-    if inner is None:
-        return
-    inside = dist.get_process_group_ranks(local_group) if local_group is not None else [dist.get_rank()]
-    ddp = dist.get_process_group_ranks(inner.process_group)
-    if not set(ddp) <= set(inside):
-        raise ValueError(
-            f"the model is already in DistributedDataParallel over ranks {ddp}, which averages their gradients at every step: take it out, "
-            "train the plain module and hand that to the Averager. Only inside a node of several GPUs may DDP stay, with local_group= the "
-            "group that it is over"
-        )
 
 
 @contextmanager

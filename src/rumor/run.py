@@ -149,6 +149,32 @@ class Run:
         self.metrics.bytes_sent = saved["bytes_sent"]
         self.metrics.H = state.schedule.H
 
+    def start_anew(self, schedule: dict[str, Any] | None = None) -> None:
+        """With all nodes' models alike: nothing is under way, and the schedule goes on (from `schedule`, if given)."""
+        self.abandon()
+        now = self.state.schedule if schedule is None else ScheduleState(**schedule)
+        self.state = self.algorithm.start(self.x, self.engine)
+        self.state.schedule = now
+        self.metrics.H = now.H
+
+    def abandon(self) -> None:
+        """What is under way arrives, and is not used."""
+        self._mixing = None
+        wait_for(self.state.flight, or_fail=False)
+        self.state.flight, self.state.expecting = None, False
+
+    def take_mean_of(self, counts: bool) -> int:
+        """All nodes take the mean of the models of those that count, and go on from there. How many do?"""
+        doing = "replacing a model that is not finite"
+        share = self.engine.mean([self.engine.full(float(counts))], self.k, doing=doing, finite=False)[0].wait().x.clone()
+        count = round(float(share) * self.engine.n)
+        for tensors in (self.x, self.buffers) if count else ():
+            brought = [tensors.read(b) if counts else tensors.read(b).zero_() for b in range(len(tensors))]
+            for b, message in enumerate(self.engine.mean(brought, self.k, doing=doing, finite=False)):
+                tensors.write(b, message.wait().x * (self.engine.n / count))
+        self.start_anew()
+        return count
+
     def _saved(self, flight: Flight) -> dict[str, Any]:
         pulls = bool(flight.sent) and not flight.relayed
         return {

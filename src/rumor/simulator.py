@@ -12,7 +12,7 @@ from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rumor.algorithm import Algorithm, check_algorithm
-from rumor.averager import is_averaged, trained_and_frozen
+from rumor.checks import is_averaged, trained_and_frozen
 from rumor.engine import Leaves, Stacked
 from rumor.flat import as_real, is_sharded
 from rumor.metrics import Metrics

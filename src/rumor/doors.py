@@ -1,0 +1,98 @@
+"""Who is gone? Each process keeps a door: a port that it listens at and never answers.
+
+The kernel lets a caller in for as long as the process lives, and turns it away once it is dead, so that a rank that has lost touch with
+the others can tell in a moment whose process is gone, whose host is cut off, and that all are there, one of them too slow.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+
+Address = tuple[str, int]
+
+SECONDS = 1.0  # that a host has to answer
+_door: socket.socket | None = None
+
+
+def address() -> Address | None:
+    """Of this process's door, opened the first time; None where no port can be had."""
+    global _door
+    if _door is None:
+        try:
+            _door = socket.create_server((_own_host(), 0), backlog=128)
+        except OSError:
+            return None
+        os.register_at_fork(after_in_child=_close)  # a data loader's worker may outlive the process
+    return _door.getsockname()[0], _door.getsockname()[1]
+
+
+def gone(doors: Sequence[Address | None]) -> dict[int, str]:
+    """What is known of those (by their place) who do not open, for this host's time-out at most."""
+    found: dict[int, str] = {}
+    with selectors.DefaultSelector() as knocking:
+        for node, door in enumerate(doors):
+            if door is not None and (refusal := _knock(node, door, knocking)):
+                found[node] = _reason(refusal)
+        ends = time.monotonic() + SECONDS
+        while knocking.get_map() and (left := ends - time.monotonic()) > 0:
+            for key, _ in knocking.select(left):
+                assert isinstance(key.fileobj, socket.socket)
+                if refusal := key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+                    found[key.data] = _reason(refusal)
+                knocking.unregister(key.fileobj)
+                key.fileobj.close()
+        for key in list(knocking.get_map().values()):
+            assert isinstance(key.fileobj, socket.socket)
+            found[key.data] = _reason(errno.ETIMEDOUT)
+            key.fileobj.close()
+    return dict(sorted(found.items()))
+
+
+def likely_reason(doors: Sequence[Address | None]) -> str:
+    """Why a rank has lost touch with the others, as far as doors can tell."""
+    if found := gone(doors):
+        return ", ".join(f"node {node} is lost ({why})" for node, why in found.items())
+    return (
+        "no process is gone, so a peer is slower than the time-out that init_process_group(timeout=...) sets, or has not called step(), "
+        "averaged() or finish() as often as this rank"
+    )
+
+
+def _reason(refusal: int) -> str:
+    return "its process is gone" if refusal in (errno.ECONNREFUSED, errno.ECONNRESET) else "its host does not answer"
+
+
+def _knock(node: int, door: Address, knocking: selectors.BaseSelector) -> int:
+    """The error with which it was turned away at once, if it was."""
+    caller = socket.socket(socket.AF_INET6 if ":" in door[0] else socket.AF_INET)
+    caller.setblocking(False)
+    refusal = caller.connect_ex(door)
+    if refusal not in (0, errno.EINPROGRESS):
+        caller.close()
+        return refusal
+    knocking.register(caller, selectors.EVENT_WRITE, node)
+    return 0
+
+
+def _own_host() -> str:
+    """This host's address as the others see it: the one that it reaches the first of them from. Loopback, where there is none to ask."""
+    master = os.environ.get("MASTER_ADDR")
+    if master is None:
+        return "127.0.0.1"
+    try:
+        family, kind, _, _, to = socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as asking:
+            asking.connect(to)  # sends nothing: it only finds the way
+            return str(asking.getsockname()[0])
+    except OSError:
+        return "127.0.0.1"
+
+
+def _close() -> None:
+    if _door is not None:
+        _door.close()

@@ -1,0 +1,3 @@
+"""What this is the version of."""
+
+VERSION = "0.1.0"
