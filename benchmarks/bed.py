@@ -17,7 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
+from typing import Any
 
 LOOPBACK = "loopback"
 BURST = "256kb"  # of a token bucket: small beside a message, large enough for 1 Gbit/s
@@ -71,14 +73,11 @@ class Bed:
 
     def run(self, command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None) -> None:
         """`command` on every host with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. If one fails or is late, all are ended."""
-        shared = {**os.environ, **(env or {}), "WORLD_SIZE": str(self.hosts), "MASTER_PORT": str(_free_port()), "RUMOR_BED": self.label}
-        shared |= {"MASTER_ADDR": _address(0) if self.shaped else "127.0.0.1", "OMP_NUM_THREADS": "1"}
-        shared |= {"GLOO_SOCKET_IFNAME": "eth0"} if self.shaped else {}
-        processes = []
+        shared = {**(env or {}), "WORLD_SIZE": str(self.hosts), "MASTER_PORT": str(free_port()), "MASTER_ADDR": self.address(0)}
+        processes: list[subprocess.Popen[Any]] = []
         try:
             for i in range(self.hosts):
-                inside = ["ip", "netns", "exec", self._host(i)] if self.shaped else []
-                processes.append(subprocess.Popen([*inside, *command], env={**shared, "RANK": str(i), "LOCAL_RANK": "0"}))
+                processes.append(self.start(i, command, {**shared, "RANK": str(i), "LOCAL_RANK": "0"}))
             _wait_for_all(processes, timeout)
         finally:
             for process in processes:
@@ -86,6 +85,27 @@ class Bed:
                     process.kill()
             for process in processes:
                 process.wait()
+
+    def start(self, i: int, command: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
+        """`command` on host i, in the background. `options` are subprocess.Popen's."""
+        inside = ["ip", "netns", "exec", self._host(i)] if self.shaped else []
+        own = {"RUMOR_BED": self.label, "OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "eth0"} if self.shaped else {})
+        return subprocess.Popen([*inside, *command], env={**os.environ, **own, **env}, **options)
+
+    def address(self, i: int) -> str:
+        """Of host i."""
+        return _address(i) if self.shaped else "127.0.0.1"
+
+    def cut(self, i: int, mend: bool = False) -> None:
+        """Takes host i off the switch, without a word to anybody; `mend` puts it back."""
+        _ip("-n", self._switch, "link", "set", f"port{i}", "up" if mend else "down")
+
+    def kill(self, i: int) -> None:
+        """All processes of host i, as if its power had gone."""
+        pids = subprocess.run(["ip", "netns", "pids", self._host(i)], capture_output=True, text=True, check=False).stdout.split()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
 
     def _host(self, i: int) -> str:
         return f"{self._name}-h{i}"
@@ -127,7 +147,7 @@ def _why_not() -> str | None:
     return f"{' and '.join(missing)} not found (Debian: apt-get install iproute2)" if missing else None
 
 
-def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
+def _wait_for_all(processes: Sequence[subprocess.Popen[Any]], timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
         failed = [i for i, process in enumerate(processes) if process.poll() not in (None, 0)]
@@ -146,7 +166,7 @@ def _address(i: int) -> str:
     return NETWORK.replace("0/24", str(i + 1))
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("", 0))
         return int(s.getsockname()[1])

@@ -6,6 +6,7 @@ the others can tell in a moment whose process is gone, whose host is cut off, an
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import selectors
@@ -28,6 +29,7 @@ def address() -> Address | None:
         except OSError:
             return None
         os.register_at_fork(after_in_child=_close)  # a data loader's worker may outlive the process
+        atexit.register(_close)
     return _door.getsockname()[0], _door.getsockname()[1]
 
 

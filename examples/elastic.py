@@ -1,0 +1,75 @@
+"""A job that survives the loss of nodes: it goes on from its last checkpoint, with the nodes that are there.
+
+    torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/elastic.py --folder checkpoints
+    torchrun --nnodes 3:4 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+        examples/elastic.py --folder SHARED          # on each of 4 hosts
+
+When a process dies, the others raise within the time-out, torchrun starts all of them again, and this script builds the topology for as
+many as there are now. At most one interval between checkpoints is lost. With gloo on one host, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1:
+without it, torch 2.13's processes look for those of the run before after a restart, and fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+import rumor
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Training images and labels, then those for the test."""
+    data = load_digits()
+    x, y = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    return x[order[:1400]], y[order[:1400]], x[order[1400:]], y[order[1400:]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--folder", required=True, help="of the checkpoints, on storage that all nodes see")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a node may be silent")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
+    rank, n = dist.get_rank(), dist.get_world_size()
+
+    x, y, test_x, test_y = digits()
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential(n), H=6))  # for as many as there are this time
+    opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    first = rumor.load(options.folder, averager, optimizer=opt) or 0
+    if rank == 0:
+        print(f"{n} nodes, from step {first}", flush=True)
+    for step in range(first, options.steps):
+        mine = torch.randint(len(x), (32,))
+        loss = nn.functional.cross_entropy(model(x[mine]), y[mine])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        averager.step(loss)
+        if (step + 1) % options.every == 0:
+            rumor.save(options.folder, averager, step + 1, optimizer=opt)
+    averager.finish()
+    if rank == 0:
+        accuracy = (model(test_x).argmax(dim=1) == test_y).float().mean().item()
+        print(f"accuracy of the mean model: {accuracy:.1%}", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # with scikit-learn loaded, torch 2.13 now and then aborts while the interpreter shuts down
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,388 @@
+"""When things break: killed nodes, cut links, slow nodes, models that are not finite, uneven data, signals.
+
+On real processes, each with a deadline. docs/reliability.md lists what a user gets in each case, with its test here.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rumor
+from rumor import doors
+from tests.cluster import Cluster
+from tests.problems import ALGORITHMS, N, flat, network
+from tests.test_bed import needs_shaping
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from bed import Bed, free_port  # noqa: E402
+
+RING = rumor.ring(N)
+
+
+@pytest.fixture
+def brittle() -> Iterator[Cluster]:
+    """Processes of their own for what may break them; a time-out of 6 s."""
+    cluster = Cluster(N, timeout=6.0)
+    yield cluster
+    cluster.stop(kill=True)
+
+
+# ---- on hosts of their own -----------------------------------------------------------------------------------------------------------
+
+NODE = """
+import datetime, json, os, signal, sys, time
+import torch, torch.distributed as dist
+import rumor
+
+what, timeout, said = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout))
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = torch.nn.Linear(300, 300)
+averager = rumor.Averager(model, rumor.gossip_pga(rumor.ring(dist.get_world_size()), H=6))
+end = {"rank": rank, "error": None}
+began = time.monotonic()
+try:
+    for step in range(60):
+        if step == 7:
+            open(said + f".{rank}.running", "w").close()
+        if rank == 1 and what == "dies gossiping" and step == 8 or what == "dies averaging" and rank == 1 and step == 11:
+            averager.engine._wait = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # its messages are posted, and it waits for others'
+        with torch.no_grad():
+            model.weight += 0.01 * rank * torch.sin(torch.arange(300.0) + step)
+        began = time.monotonic()
+        averager.step()
+        time.sleep(0.1 if step < 50 and what.startswith("link") else 0.0)
+    averager.finish()
+except ConnectionError as error:
+    end |= {"error": str(error), "seconds": time.monotonic() - began}
+end["sum"] = model.weight.double().sum().item()
+with open(said + f".{rank}.part", "w") as file:
+    json.dump(end, file)
+os.replace(said + f".{rank}.part", said + f".{rank}.json")
+os._exit(0 if end["error"] is None else 3)
+"""
+
+
+def on_hosts(bed: Bed, what: str, timeout: float, tmp_path: Path, disturb: Any = None) -> dict[int, dict[str, Any]]:
+    """NODE on every host; `disturb` is called once all are in the middle of it. What each had to say at its end."""
+    said = tmp_path / what.replace(" ", "-")
+    env = {"WORLD_SIZE": str(bed.hosts), "MASTER_PORT": str(free_port()), "MASTER_ADDR": bed.address(0)}
+    command = [sys.executable, "-c", NODE, what, str(timeout), str(said)]
+    processes = [bed.start(i, command, {**env, "RANK": str(i), "LOCAL_RANK": "0"}, stderr=subprocess.DEVNULL) for i in range(bed.hosts)]
+    try:
+        ends = time.monotonic() + 80
+        if disturb is not None:
+            while not all(Path(f"{said}.{i}.running").exists() for i in range(bed.hosts)):
+                assert time.monotonic() < ends, "they never got going"
+                time.sleep(0.05)
+            disturb()
+        for process in processes:
+            process.wait(max(0.1, ends - time.monotonic()))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    found = [json.loads(path.read_text()) for path in tmp_path.glob(f"{said.name}.*.json")]
+    return {end["rank"]: end for end in found}
+
+
+@pytest.mark.parametrize(("what", "step"), [("dies gossiping", 8), ("dies averaging", 11)])
+def test_all_survivors_name_the_node_that_was_killed_and_the_step(what: str, step: int, tmp_path: Path) -> None:
+    needs_shaping()
+    with Bed(4, "500mbit") as bed:
+        ends = on_hosts(bed, what, 10.0, tmp_path)
+    assert sorted(ends) == [0, 2, 3]
+    for end in ends.values():
+        assert "node 1 is lost (its process is gone)" in end["error"], end
+        (at,) = re.findall(r"(?:gossiping|averaging globally) at step (\d+)", end["error"])
+        assert step <= int(at) <= step + 2  # a message that was on its way may have arrived
+        assert end["seconds"] < 10 + 5  # the time-out, and what it takes to look who is there
+
+
+def test_a_link_that_is_cut_is_an_error_at_the_time_out(tmp_path: Path) -> None:
+    needs_shaping()
+    with Bed(4, "500mbit") as bed:
+        ends = on_hosts(bed, "link cut", 6.0, tmp_path, lambda: bed.cut(2))
+    assert sorted(ends) == [0, 1, 2, 3]
+    for rank in (0, 1, 3):
+        assert "node 2 is lost (its host does not answer)" in ends[rank]["error"], ends[rank]
+    assert all(f"node {rank} is lost (its host does not answer)" in ends[2]["error"] for rank in (0, 1, 3)), ends[2]
+    assert all(end["seconds"] < 2 * 6 + 5 for end in ends.values())
+
+
+def test_a_link_that_heals_within_the_time_out_changes_nothing(tmp_path: Path) -> None:
+    needs_shaping()
+
+    def cut_for_a_while() -> None:
+        bed.cut(2)
+        time.sleep(2.0)
+        bed.cut(2, mend=True)
+
+    with Bed(4, "500mbit") as bed:
+        whole = on_hosts(bed, "link whole", 40.0, tmp_path)
+        healed = on_hosts(bed, "link healed", 40.0, tmp_path, cut_for_a_while)
+    assert all(end["error"] is None for end in healed.values()), healed
+    assert {rank: end["sum"] for rank, end in healed.items()} == {rank: end["sum"] for rank, end in whole.items()}
+
+
+# ---- torchrun starts it again --------------------------------------------------------------------------------------------------------
+
+
+def accuracy_of(said: str) -> float:
+    return float(re.search(r"accuracy of the mean model: ([\d.]+)%", said).group(1))  # type: ignore[union-attr]
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def started(folder: Path, *options: str) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", *options]
+    command = [*torchrun, str(ROOT / "examples" / "elastic.py"), "--folder", str(folder), "--steps", "300"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    ends = time.monotonic() + 60
+    while not (folder / "latest.json").exists() or int(json.loads((folder / "latest.json").read_text())["name"][5:]) < step:
+        assert time.monotonic() < ends, "no checkpoint"
+        time.sleep(0.02)
+
+
+def test_a_killed_job_goes_on_from_its_last_checkpoint(tmp_path: Path) -> None:
+    job = started(tmp_path / "killed", "--max-restarts", "2")
+    try:
+        wait_for_step(tmp_path / "killed", 60)
+        os.kill(children(job.pid)[1], signal.SIGKILL)
+        said, _ = job.communicate(timeout=90)
+    finally:
+        job.kill()
+    assert job.returncode == 0
+    starts = [int(step) for step in re.findall(r"4 nodes, from step (\d+)", said)]
+    assert starts[0] == 0
+    assert 60 <= starts[1] < 300  # less than an interval before the kill: checkpoints come every 20 steps
+    assert accuracy_of(said) > 93  # undisturbed runs end between 95 and 98 %
+
+
+ELASTIC = ["--nnodes", "3:4", "--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+
+
+@pytest.mark.timeout(200)
+def test_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path) -> None:
+    """A host loses its power: all of its processes die at once, torchrun's agent among them. torchrun needs 15 s to miss it."""
+    needs_shaping()
+    with Bed(4, "500mbit") as bed:
+        meeting = f"{bed.address(0)}:{free_port()}"
+        agents = []
+        for i in range(4):
+            where = [
+                "--rdzv-endpoint",
+                meeting,
+                "--rdzv-conf",
+                f"last_call_timeout=5,is_host={int(i == 0)}",
+                "--local-addr",
+                bed.address(i),
+            ]
+            script = [str(ROOT / "examples" / "elastic.py"), "--folder", str(tmp_path), "--steps", "800", "--timeout", "15"]
+            command = [sys.executable, "-m", "torch.distributed.run", *ELASTIC, *where, *script]
+            agents.append(bed.start(i, command, {}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+        try:
+            wait_for_step(tmp_path, 60)
+            bed.kill(2)
+            said = [agents[i].communicate(timeout=150)[0] for i in (0, 1, 3)]
+        finally:
+            for i in range(4):
+                bed.kill(i)
+                agents[i].communicate()
+    assert [agents[i].returncode for i in (0, 1, 3)] == [0, 0, 0]
+    whole = "".join(said)
+    assert "4 nodes, from step 0" in whole
+    assert 60 <= max(int(step) for step in re.findall(r"3 nodes, from step (\d+)", whole)) < 800
+    assert accuracy_of(whole) > 93
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_is_told_to_end_leaves_no_process(number: signal.Signals, tmp_path: Path) -> None:
+    job = started(tmp_path)
+    try:
+        wait_for_step(tmp_path, 20)
+        workers = children(job.pid)
+        assert len(workers) == 4
+        job.send_signal(number)
+        job.communicate(timeout=30)
+    finally:
+        job.kill()
+    assert job.returncode != 0
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
+
+
+# ---- a slow node ---------------------------------------------------------------------------------------------------------------------
+
+
+def steps_with_a_slow_node(rank: int, seconds: float) -> tuple[Tensor, dict[int, float]]:
+    model = network()
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
+    for step in range(14):
+        time.sleep(10 * seconds if rank == 2 else seconds)
+        with torch.no_grad():
+            model[0].weight += 0.01 * (rank + step)
+        averager.step()
+    averager.finish()
+    return flat(model), averager.metrics.waited_for
+
+
+def test_a_slow_node_changes_nothing_and_its_neighbours_say_that_they_wait_for_it(four: Cluster) -> None:
+    usual, slow = four.run(steps_with_a_slow_node, 0.0), four.run(steps_with_a_slow_node, 0.01)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(usual, slow, strict=True))
+    for rank in (1, 3):
+        waited = slow[rank][1]
+        assert set(waited) == {0, 2}
+        assert waited[2] > 3 * waited[0], waited
+
+
+# ---- a model that is not finite ------------------------------------------------------------------------------------------------------
+
+
+def rescued(rank: int, name: str, bad_nodes: tuple[int, ...]) -> tuple[list[bool], float, int, int]:
+    """Some nodes' models, and their momentum, go bad at step 5."""
+    model = network(torch.float32)
+    opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    averager = rumor.Averager(model, ALGORITHMS[name](), rescue=opt)
+    finite = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if rank in bad_nodes else "error")
+        for k in range(24):
+            loss = model(torch.full((2, 5), rank + 0.1 * k)).square().mean()
+            opt.zero_grad()
+            loss.backward()
+            if rank in bad_nodes and k == 5:
+                model[0].weight.grad[0, 0] = float("nan")
+            opt.step()
+            averager.step(loss, lr=0.01)
+            finite.append(bool(flat(model).isfinite().all()))
+    averager.finish()
+    return finite, float(flat(model).double().sum()), averager.metrics.rescues, averager.steps
+
+
+@pytest.mark.parametrize("name", ["gossip_sgd", "gossip_pga", "gossip_pga delayed", "gossip_aga", "parallel_sgd", "slowmo", "osgp"])
+def test_a_node_that_is_not_finite_goes_on_from_the_others(four: Cluster, name: str) -> None:
+    ends = four.run(rescued, name, (2,))
+    assert len({total for _, total, _, _ in ends}) == 1
+    for rank, (finite, _, rescues, steps) in enumerate(ends):
+        assert all(finite[10:])
+        assert all(finite) or rank == 2
+        assert rescues == (rank == 2)
+        assert steps == 24
+
+
+def test_two_nodes_may_be_rescued_at_once(four: Cluster) -> None:
+    assert [rescues for _, _, rescues, _ in four.run(rescued, "gossip_pga", (1, 2))] == [0, 1, 1, 0]
+
+
+def all_bad(rank: int) -> None:
+    model = network(torch.float32)
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 4), rescue=torch.optim.SGD(model.parameters()))
+    with torch.no_grad():
+        model[0].bias[0] = float("nan")
+    for _ in range(8):
+        averager.step()
+
+
+def test_where_no_model_is_finite_there_is_no_rescue(four: Cluster) -> None:
+    for kind, text in four.errors(all_bad):
+        assert issubclass(kind, FloatingPointError)
+        assert "was not finite" in text
+
+
+def rescue_of_the_wrong_kind(rank: int, lazy: bool) -> None:
+    model = network()
+    rumor.Averager(model, rumor.gossip_pga(RING, 4), lazy=lazy, rescue=torch.optim.SGD(model.parameters()) if lazy else model)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("lazy", "says"), [(True, "rescue= does not go with lazy=True"), (False, "takes the optimizer .* got Sequential")])
+def test_a_rescue_that_can_not_be_is_refused(four: Cluster, lazy: bool, says: str) -> None:
+    assert all(re.search(says, text) for _, text in four.errors(rescue_of_the_wrong_kind, lazy))
+
+
+# ---- uneven data ---------------------------------------------------------------------------------------------------------------------
+
+
+def uneven(rank: int, lengths: list[int]) -> tuple[list[int], float]:
+    model = network()
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 4))
+    seen = []
+    for batch in averager.join(iter(range(lengths[rank]))):  # an iterator: nobody can know its length
+        seen.append(batch)
+        averager.step()
+    averager.finish()
+    return seen, averager.consensus_distance()
+
+
+@pytest.mark.parametrize("lengths", [[9, 7, 12, 8], [5, 5, 5, 5], [3, 0, 4, 1]])
+def test_all_loops_end_with_the_shortest(four: Cluster, lengths: list[int]) -> None:
+    for seen, distance in four.run(uneven, lengths):
+        assert seen == list(range(min(lengths)))
+        assert distance < 1e-20
+
+
+# ---- ranks that disagree -------------------------------------------------------------------------------------------------------------
+
+
+def other_version(rank: int) -> None:
+    import rumor.averager
+
+    rumor.averager.VERSION = "0.1.0" if rank else "0.0.9"
+    try:
+        rumor.Averager(network(), rumor.gossip_sgd(RING))
+    finally:
+        rumor.averager.VERSION = rumor.__version__
+
+
+def test_another_version_is_named(four: Cluster) -> None:
+    for _, text in four.errors(other_version):
+        assert "ranks disagree on the version of Rumor: rank 0 has 0.0.9, rank 1 has 0.1.0" in text
+
+
+def other_dtype(rank: int) -> None:
+    rumor.Averager(nn.Linear(2, 2, dtype=torch.float64 if rank == 3 else torch.float32), rumor.gossip_sgd(RING))
+
+
+def test_another_dtype_is_named(four: Cluster) -> None:
+    for _, text in four.errors(other_dtype):
+        assert re.search(
+            r"ranks disagree on the model: rank 0 has weight \[2, 2\] torch.float32.*rank 3 has weight \[2, 2\] torch.float64", text
+        )
+
+
+# ---- doors ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_door_is_open_while_its_process_lives() -> None:
+    source = "from rumor import doors; import sys; print(*doors.address(), flush=True); sys.stdin.read()"
+    child = subprocess.Popen([sys.executable, "-c", source], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout is not None
+        host, port = child.stdout.readline().split()
+        at = (host, int(port))
+        assert doors.gone([at, None, doors.address()]) == {}
+    finally:
+        child.kill()
+        child.communicate()
+    assert doors.gone([doors.address(), at]) == {1: "its process is gone"}
