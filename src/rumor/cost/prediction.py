@@ -89,7 +89,8 @@ def predict(
         n: number of nodes.
         H: the period of Gossip-PGA and Local SGD; None takes `period_for` the topology whose gossip step is the quickest, but at least 2
             (with 1 all rows would be Parallel SGD) and at most H_max.
-        H_init, H_max: the ends of Gossip-AGA's range.
+        H_init: the short end of Gossip-AGA's range of periods.
+        H_max: the long end.
         topologies: those to look at, each for n nodes; None takes all of `TOPOLOGIES`.
 
     >>> from rumor.cost import Measured
