@@ -91,3 +91,13 @@ def test_the_commands_of_a_page_run(
         else:
             assert main(arguments) in (None, 0), line
             assert capsys.readouterr().out, line
+
+
+def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts of several lines
+    rows = re.findall(r"^\| (.*?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    said = [row for row in rows if row not in ("it says", "---")]
+    assert len(said) > 40
+    pieces = [piece.strip(" ,:") for row in said for piece in re.split("…|; ", row)]
+    assert [piece for piece in pieces if piece not in source] == []
