@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
+import rumor
 from rumor.cli import main
 
 ROOT = Path(__file__).parent.parent
@@ -48,9 +49,16 @@ def commands(page: Path) -> list[str]:
 
 def printed(arguments: list[str], folder: Path) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=100, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.Popen(arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        said, complained = process.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its own; killed at once, it would leave them behind
+        said, complained = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0, complained
+    return said
 
 
 def without_numbers(text: str) -> str:
@@ -101,3 +109,9 @@ def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code() -> None:
     assert len(said) > 40
     pieces = [piece.strip(" ,:") for row in said for piece in re.split("…|; ", row)]
     assert [piece for piece in pieces if piece not in source] == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = {name.split(".")[-1] for name in re.findall(r"^::: rumor\.([\w.]+)", pages, re.M)}
+    assert shown == set(rumor.__all__)
