@@ -1,16 +1,20 @@
-# make test | demo | bench | convex | lint: each sets up .venv by itself; all they need is Python 3.10+ and make.
+# make test | demo | docs | bench | convex | lint: each sets up .venv by itself; all they need is Python 3.10+ and make.
 PYTHON ?= python3
 BIN := .venv/bin
 # several processes share the cores in tests and demo
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: test demo bench convex lint format clean
+.PHONY: test demo docs bench convex lint format clean
 
 test: .venv/ready
 	$(BIN)/python -m pytest
 
 demo: .venv/ready
 	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/digits.py
+
+# warnings are errors; the variable hushes an advertisement that is none
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
 bench: .venv/ready
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/core.py --out benchmarks/results/core.json

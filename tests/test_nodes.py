@@ -1,9 +1,6 @@
 """Nodes of several ranks: whatever is inside, a node does what one process with all of its batch would, and sends as much."""
 
-import contextlib
 import copy
-import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,6 @@ from tests.cluster import Cluster
 from tests.nodes import ALGORITHMS, STEPS, averager_of, groups, links, train_here, train_there, wrapped
 from tests.problems import OPTIMIZERS, batches, loss_fn
 from tests.test_averager import Zoo
-
-PAGE = Path(__file__).parent.parent / "docs" / "nodes.md"
 
 
 def compare(cluster: Cluster, size: int, how: str, model_name: str, name: str) -> None:
@@ -188,22 +183,3 @@ def test_a_forward_after_averaged_uses_the_nodes_own_model(four: Cluster) -> Non
     (start, one), _, (other_start, other), _ = four.run(goes_on_with_its_own)
     assert torch.equal(start, other_start)
     assert (one - other).abs().max() > 1e-3
-
-
-def example(rank: int, script: str) -> str:
-    """As under torchrun, but in the group that is there: to start processes takes ten times as long as to run it."""
-    start, end, said = dist.init_process_group, dist.destroy_process_group, io.StringIO()
-    try:
-        dist.init_process_group = dist.destroy_process_group = lambda *_: None
-        with contextlib.redirect_stdout(said):
-            exec(script, {})
-    finally:
-        dist.init_process_group, dist.destroy_process_group = start, end
-    return said.getvalue()
-
-
-@pytest.mark.parametrize("script", re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S), ids=["ddp", "fsdp"])
-def test_the_examples_of_the_page(four: Cluster, script: str) -> None:
-    found = re.fullmatch(r"loss ([\d.]+); this rank sent [\d,]+ bytes to other nodes\n", four.run(example, script)[0])
-    assert found
-    assert float(found[1]) < 3.0  # 20 at the start

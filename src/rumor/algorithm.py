@@ -95,8 +95,8 @@ class AtOnce:
 class GossipPGA(AtOnce):
     """Gossip over `topology` at every step, and a global average where `schedule` says so.
 
-    delay = 0:  x^(k+1) = M_k x^(k+1/2)                                   (Algorithm 1)
-    delay = 1:  x^(k+1) = x^(k+1/2) + (M_k - I) x^(k)                     (x^(k) travels while step k computes)
+        delay = 0:  x^(k+1) = M_k x^(k+1/2)                                   (Algorithm 1)
+        delay = 1:  x^(k+1) = x^(k+1/2) + (M_k - I) x^(k)                     (x^(k) travels while step k computes)
 
     `average_rounds` = m replaces the all-reduce of a global round by m gossip steps, M_k = W_(k+m-1) ... W_k.
     """

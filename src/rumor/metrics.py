@@ -35,8 +35,8 @@ class Metrics:
     rescues: int = 0
     consensus_distance: float | None = None
     H: int | None = None
-    _since: float = field(default=0.0, repr=False)  # when computing would have begun, had it not been interrupted
-    _waited: float = field(default=0.0, repr=False)  # seconds_waiting at that time
+    _since: float = field(default=0.0, init=False, repr=False)  # when computing would have begun, had it not been interrupted
+    _waited: float = field(default=0.0, init=False, repr=False)  # seconds_waiting at that time
 
     @contextmanager
     def at_work(self) -> Iterator[None]:

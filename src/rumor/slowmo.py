@@ -18,9 +18,9 @@ from rumor.topology import Topology
 class SlowMo(GossipPGA):
     """At a global round, with x_bar the average, lr the current learning rate and x_prev the outcome of the last global round:
 
-    u <- momentum u + (x_prev - x_bar) / lr
-    x <- x_prev - slow_lr lr u
-    x_prev <- x
+        u <- momentum u + (x_prev - x_bar) / lr
+        x <- x_prev - slow_lr lr u
+        x_prev <- x
 
     The optimizer's own buffers are kept. momentum = 0 and slow_lr = 1 is Gossip-PGA.
     """

@@ -85,7 +85,7 @@ class Topology:
 
     @cached_property
     def beta(self) -> float:
-        """||W - 11'/n||_2; of a cycle of p, ||W_(p-1) ... W_0 - 11'/n||_2 ** (1/p).
+        """`||W - 11'/n||_2`; of a cycle of p, `||W_(p-1) ... W_0 - 11'/n||_2 ** (1/p)`.
 
         >>> round(ring(20).beta, 5), one_peer_exponential(16).beta
         (0.96737, 0.0)

@@ -107,8 +107,8 @@ class Network(Protocol):
 class Link:
     """A network by its links, the alpha-theta model:
 
-    gossip      degree bytes / bandwidth + alpha
-    all-reduce  2 (n - 1)/n bytes / bandwidth + 2 (n - 1) alpha
+        gossip      degree bytes / bandwidth + alpha
+        all-reduce  2 (n - 1)/n bytes / bandwidth + 2 (n - 1) alpha
 
     Attributes:
         bandwidth: bytes (not bits) a second that a node sends, and hears at the same time. 25 Gbit/s are 25e9 / 8.

@@ -37,8 +37,9 @@ class Prediction:
             the others), if all of the smaller part is hidden: a lower bound.
         bytes: that the busiest node sends in a step, on average; an all-reduce counts as the ring's 2 (n - 1)/n of the model.
         hours: of the workload's steps, without overlap.
-        transient_stage, transient_stage_iid: steps before the method is as good as Parallel SGD, an order of magnitude (constants are
-            left out: compare them with one another, not with steps); None where the theory has no word on it.
+        transient_stage: steps before the method is as good as Parallel SGD where nodes' data differ, an order of magnitude (constants are
+            left out: compare such numbers with one another, not with steps); None where the theory has no word on it.
+        transient_stage_iid: the same where all nodes draw from the same data.
         note: what a reader should know of these figures.
     """
 
@@ -89,7 +90,8 @@ def predict(
         n: number of nodes.
         H: the period of Gossip-PGA and Local SGD; None takes `period_for` the topology whose gossip step is the quickest, but at least 2
             (with 1 all rows would be Parallel SGD) and at most H_max.
-        H_init, H_max: the ends of Gossip-AGA's range.
+        H_init: the short end of Gossip-AGA's range of periods.
+        H_max: the long end.
         topologies: those to look at, each for n nodes; None takes all of `TOPOLOGIES`.
 
     >>> from rumor.cost import Measured

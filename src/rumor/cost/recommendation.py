@@ -27,7 +27,9 @@ class Recommendation:
     """What to do.
 
     Attributes:
-        method, topology, H: the choice; topology is None for Parallel SGD.
+        method: the choice, "Parallel SGD" or "Gossip-PGA".
+        topology: as the command line writes it; None for Parallel SGD.
+        H: its period; 1 for Parallel SGD.
         seconds: of its step, without overlap.
         call: the algorithm to hand to `rumor.Averager`, as Python.
         reason: why, in plain words.

@@ -94,7 +94,7 @@ class Guarantee:
 
 
 def theorem_1(algorithm: Algorithm | Mixing, *, L: float, sigma2: float, b2: float, distance2: float) -> Guarantee:
-    """Theorem 1, for convex f_i: bounds 1/(T + 1) sum_k f(x_bar^(k)) - f(x*), and with it f(x_hat) - f(x*).
+    """Theorem 1, for convex f_i: bounds `1/(T + 1) sum_k f(x_bar^(k)) - f(x*)`, and with it `f(x_hat) - f(x*)`.
 
         r_0 = 2 ||x_bar^(0) - x*||^2,  r_1 = 2 sigma^2 / n,  r_2 = 12 L beta^2 C_beta sigma^2 + 36 L beta^2 C_beta D_beta b^2    (57)
         gamma = min{ 1/(4 L), 1/(12 beta L D_beta), (r_0 / (r_1 (T + 1)))^(1/2), (r_0 / (r_2 (T + 1)))^(1/3) }                   (6)

@@ -1,0 +1,16 @@
+"""For the API reference: doctests in docstrings become code blocks, which Markdown would take for quotations."""
+
+import re
+from typing import Any
+
+import griffe
+
+DOCTEST = re.compile(r"^( *)>>> .*(?:\n(?! *$).+)*", re.M)  # up to the next empty line
+
+
+class Doctests(griffe.Extension):
+    """Fences doctests as they are collected."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", obj.docstring.value)

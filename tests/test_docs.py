@@ -1,0 +1,117 @@
+"""What the pages and the README tell users to type runs: every block of Python as a script of its own, every `rumor` command."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import rumor
+from rumor.cli import main
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+LOSS_OF_THE_NODES = r"loss [012]\.\d+; this rank sent [\d,]+ bytes to other nodes\n"  # 20 at the start
+PRINTS = {  # beyond what a ```text block below it shows
+    "train.py": r"largest error of a weight: 0\.[01]\d*, .*'gossip': 167, 'global': 33.*\n",
+    "ddp_inside.py": LOSS_OF_THE_NODES,
+    "fsdp_inside.py": LOSS_OF_THE_NODES,
+    "planning-2": r"rumor\.gossip_pga\(rumor\.one_peer_exponential\(32\).*\n",
+}
+
+
+class Block(NamedTuple):
+    """A script, and what the page shows of its output: a ```text block that follows it, whose numbers may differ."""
+
+    name: str
+    script: str
+    shown: str | None
+
+
+def python_blocks(page: Path) -> list[Block]:
+    found = re.findall(r"^```python\n(.*?)^```\n(?:[^`#]*?^```text\n(.*?)^```)?", page.read_text(), re.S | re.M)
+    names = [re.match(r"# (\w+\.py)", script) for script, _ in found]
+    numbered = [name[1] if name else f"{page.stem}-{i}" for i, name in enumerate(names, start=1)]
+    return [Block(name, script, shown or None) for name, (script, shown) in zip(numbered, found, strict=True)]
+
+
+def commands(page: Path) -> list[str]:
+    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.S | re.M)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("rumor ") or (line.startswith("torchrun --standalone") and "-m rumor" in line)]
+
+
+def printed(arguments: list[str], folder: Path) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        said, complained = process.communicate(timeout=90)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its own; killed at once, it would leave them behind
+        said, complained = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 0, complained
+    return said
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"-?\d[\d.,]*(e[+-]\d+)?", "#", text)
+
+
+@pytest.mark.parametrize("block", [block for page in PAGES for block in python_blocks(page)], ids=lambda block: block.name)
+def test_a_block_runs_on_its_own(block: Block, tmp_path: Path) -> None:
+    """A first line with a file's name is that of a script of several processes: as many as it says, else four."""
+    (tmp_path / "script.py").write_text(block.script)
+    first = block.script.splitlines()[0]
+    several = re.match(r"# \w+\.py", first)
+    number = re.search(r"--nproc-per-node (\d+)", first)
+    said = printed([*TORCHRUN, number[1] if number else "4", "script.py"] if several else [sys.executable, "script.py"], tmp_path)
+    if block.shown is not None:
+        assert without_numbers(said) == without_numbers(block.shown)
+    assert re.fullmatch(PRINTS.get(block.name, "(?s:.*)"), said), said
+
+
+def test_what_is_expected_of_a_block_is_of_one_that_exists() -> None:
+    names = [block.name for page in PAGES for block in python_blocks(page)]
+    assert len(names) == len(set(names))
+    assert set(PRINTS) <= set(names)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
+def test_the_commands_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(ROOT / "docs" / "planning-probe.json", tmp_path / "probe.json")  # for pages that do not measure
+    monkeypatch.chdir(tmp_path)
+    for line in commands(page):
+        name, *arguments = shlex.split(line, comments=True)
+        if name == "torchrun":
+            (tmp_path / "probe.json").unlink()
+            assert printed([sys.executable, "-m", "torch.distributed.run", *arguments], tmp_path)
+            assert (tmp_path / "probe.json").exists()
+        else:
+            assert main(arguments) in (None, 0), line
+            assert capsys.readouterr().out, line
+
+
+def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # texts of several lines
+    rows = re.findall(r"^\| (.*?) \| ", (ROOT / "docs" / "troubleshooting.md").read_text(), re.M)
+    said = [row for row in rows if row not in ("it says", "---")]
+    assert len(said) > 40
+    pieces = [piece.strip(" ,:") for row in said for piece in re.split("…|; ", row)]
+    assert [piece for piece in pieces if piece not in source] == []
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = {name.split(".")[-1] for name in re.findall(r"^::: rumor\.([\w.]+)", pages, re.M)}
+    assert shown == set(rumor.__all__)
