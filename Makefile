@@ -10,7 +10,7 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 demo: .venv/ready
-	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/digits.py
+	$(BIN)/rumor demo
 
 bench: .venv/ready
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/core.py --out benchmarks/results/core.json
