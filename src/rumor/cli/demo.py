@@ -29,6 +29,7 @@ from rumor.topology import Topology
 
 MOST_NODES = 64  # each is a process of some 200 MB
 H, STEPS = 6, 400
+EVERY = 15.0  # seconds between two lines of progress where there is no terminal
 
 
 def add_to(commands: Any) -> None:
@@ -148,13 +149,14 @@ def _trained(task: Task, digits: Sequence[Digits]) -> list[Result]:
 
 
 class _Progress:
-    """A bar where stderr is a terminal, a line for each method where it is not."""
+    """A bar where stderr is a terminal; elsewhere a line for each method, and one now and then where that takes long."""
 
     def __init__(self, n: int, task: Task):
-        self._task, self._is_live, self._began = task, sys.stderr.isatty(), 0.0
+        self._task, self._is_live, self._began, self._said = task, sys.stderr.isatty(), 0.0, 0.0
         self._say(f"starting {n} processes, which takes some seconds ...")
 
     def _say(self, text: str) -> None:
+        self._said = time.monotonic()
         print(f"\r{text:<79}" if self._is_live else text, end="" if self._is_live else "\n", file=sys.stderr, flush=True)
 
     def show(self, i: int, result: Result) -> None:
@@ -166,8 +168,8 @@ class _Progress:
         if self._is_live:
             bar = ("#" * (20 * last.step // steps)).ljust(20, ".")
             self._say(f"{name:<18} [{bar}] {accuracies}{self._time_left(i * steps + last.step)}")
-        elif last.step == steps:
-            self._say(f"{name}: {steps} steps in {last.seconds:.1f} s, {accuracies}")
+        elif last.step == steps or time.monotonic() > self._said + EVERY:
+            self._say(f"{name}: {last.step} of {steps} steps in {last.seconds:.1f} s, {accuracies}")
 
     def _time_left(self, done: int) -> str:
         first = min(self._task.watched)  # before which nothing was timed

@@ -39,10 +39,13 @@ def draw(results: Sequence[Result], topology: Topology, path: Path) -> None:
 
 def _draw_curves(axes: Any, results: Sequence[Result]) -> None:
     for result in results:
+        seen = [*(s for s in result.curve if s.step <= result.end.step - AT_THE_END), result.end]
         is_dashed = result.method.name == "parallel_sgd"  # the goal of the others, who may lie on it
         axes.plot(
-            [seen.step for seen in result.curve],
-            [seen.mean_accuracy for seen in result.curve],
+            [s.step for s in seen],
+            [s.mean_accuracy for s in seen],
+            marker="o",
+            markersize=3,
             color=COLORS[result.method.name],
             linestyle="--" if is_dashed else "-",
             linewidth=2.2,
