@@ -152,7 +152,13 @@ def wait_until(happens: Callable[[], bool], what: str, seconds: float = 40.0) ->
 def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int], Callable[[], str]]]:
     """The command at work on a terminal, once its bar has moved; its two workers; and what the terminal shows by the time it has ended."""
     screen, terminal = pty.openpty()
-    process = subprocess.Popen(command(LONG, folder), stdout=subprocess.DEVNULL, stderr=terminal, start_new_session=True)
+    process = subprocess.Popen(
+        command(LONG, folder),
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(folder.parent)},  # SIGKILL leaves a folder there
+    )
     os.close(terminal)
     shown = b""
 
