@@ -10,7 +10,7 @@ test: .venv/ready
 	$(BIN)/python -m pytest
 
 demo: .venv/ready
-	$(BIN)/torchrun --standalone --nproc-per-node 4 examples/digits.py
+	$(BIN)/rumor demo
 
 # warnings are errors; the variable hushes an advertisement that is none
 docs: .venv/ready

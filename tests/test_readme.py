@@ -17,11 +17,11 @@ def run(arguments: list[str], folder: Path) -> str:
 
 
 def test_the_demo_prints_its_table(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    said = run([*torchrun, str(ROOT / "examples" / "digits.py"), "--steps", "60"], tmp_path)
+    said = run([sys.executable, "-m", "rumor", "demo", "--nodes", "4", "--steps", "60"], tmp_path)
     rows = re.findall(r"^(Parallel SGD|Local SGD|Gossip SGD|Gossip-PGA|Gossip-AGA) +([\d.]+)%", said, re.M)
     assert len(rows) == 5, said
     assert all(float(accuracy) > 50 for _, accuracy in rows)
+    assert sorted(path.name for path in (tmp_path / "rumor-demo").iterdir()) == ["demo.json", "demo.png"]
 
 
 def test_the_readme_stays_short() -> None:

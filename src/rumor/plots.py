@@ -22,7 +22,7 @@ BLACK, ORANGE, SKY, GREEN, VERMILION, BLUE, PURPLE = "#000000", "#E69F00", "#56B
 FORMATS = (".png", ".svg", ".pdf")
 
 
-def _pyplot(path: str) -> Any:
+def open_pyplot(path: str) -> Any:
     if Path(path).suffix not in FORMATS:
         raise ValueError(f"--out {path}: a picture is a {', '.join(FORMATS)} file")
     if not Path(path).absolute().parent.is_dir():
@@ -37,20 +37,20 @@ def _pyplot(path: str) -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: str) -> None:
+def save(figure: Any, path: str) -> None:
     with replacing(path) as aside:
         figure.savefig(aside, dpi=160, bbox_inches="tight")
 
 
 def draw_topology(topology: Topology, values: Array | None, over_H: Sequence[Constants], path: str) -> None:
     """The graph, its spectrum (`values`), and C_beta and D_beta over H."""
-    pyplot = _pyplot(path)
+    pyplot = open_pyplot(path)
     figure, (graph, eigenvalues, periods) = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     figure.suptitle(f"{topology.name}: beta = {topology.beta:.5f}")
     _draw_graph(graph, topology)
     _draw_spectrum(eigenvalues, topology, values)
     _draw_constants(periods, over_H)
-    _save(figure, path)
+    save(figure, path)
     pyplot.close(figure)
 
 
@@ -106,7 +106,7 @@ def _draw_constants(axes: Any, over_H: Sequence[Constants]) -> None:
 
 def draw_plan(rows: Sequence[Prediction], chosen: Prediction | None, compute: float, title: str, path: str) -> None:
     """Seconds of a step, as `rumor plan` lists them: computing, then communication. The recommended row is marked."""
-    pyplot = _pyplot(path)
+    pyplot = open_pyplot(path)
     shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # whose times lie between those of the others
     names = [f"{row.method}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
     figure, axes = pyplot.subplots(figsize=(8.5, 1.6 + 0.27 * len(shown)), layout="constrained")
@@ -122,5 +122,5 @@ def draw_plan(rows: Sequence[Prediction], chosen: Prediction | None, compute: fl
     axes.set_title(title, fontsize=9, loc="left")
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower right", ncols=2, frameon=False)
-    _save(figure, path)
+    save(figure, path)
     pyplot.close(figure)

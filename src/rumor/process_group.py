@@ -338,9 +338,12 @@ def _keep(under_way: _UnderWay, channels: dict[int, Channel]) -> None:
 
 
 @contextmanager
-def joined(backend: str, timeout: float) -> Iterator[ProcessGroup]:
-    """The group of the processes that torchrun has started; none waits for another longer than `timeout` seconds. All leave together."""
-    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout))
+def joined(backend: str, timeout: float, **rendezvous: Any) -> Iterator[ProcessGroup]:
+    """The group of the processes that torchrun has started; none waits for another longer than `timeout` seconds. All leave together.
+
+    `rendezvous`: where torchrun has not, init_process_group's init_method, rank and world_size.
+    """
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **rendezvous)
     try:
         yield ProcessGroup()
         dist.barrier()

@@ -1,4 +1,4 @@
-"""The command line: `rumor plan`, `rumor probe` and `rumor topology`.
+"""The command line: `rumor demo`, `rumor plan`, `rumor probe` and `rumor topology`.
 
 Wrong input ends with one line, `rumor plan: error: ...`, and exit code 2.
 """
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from rumor import __version__
-from rumor.cli import plan, probe, topology
+from rumor.cli import demo, plan, probe, topology
 
 
 class _Parser(argparse.ArgumentParser):
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="rumor", description="Choose a method, a topology and a period for decentralized training with PyTorch.")
     parser.add_argument("--version", action="version", version=f"rumor {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (plan, probe, topology):
+    for command in (demo, plan, probe, topology):
         command.add_to(commands)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

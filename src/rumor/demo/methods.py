@@ -1,0 +1,48 @@
+"""The methods by the names of their functions, built for the demo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rumor.algorithm import Algorithm, gossip_aga, gossip_pga, gossip_sgd, local_sgd, parallel_sgd
+from rumor.push_sum import osgp
+from rumor.slowmo import slowmo
+from rumor.topology import Topology
+
+DEFAULT = ("parallel_sgd", "local_sgd", "gossip_sgd", "gossip_pga", "gossip_aga")
+WITH_H = ("local_sgd", "gossip_pga", "slowmo")
+WITH_DELAY = ("gossip_sgd", "gossip_pga", "gossip_aga", "osgp")
+LONGEST_ADAPTED = 12  # steps, H_max of Gossip-AGA: the loss falls so fast here that the period would soon be a tenth of the run
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is trained and how it is called; Parallel SGD's `algorithm` only measures, since DistributedDataParallel averages there."""
+
+    name: str
+    label: str
+    algorithm: Algorithm
+    with_ddp: bool = False
+
+    @property
+    def call(self) -> str:
+        return f"DistributedDataParallel over {self.algorithm.topology.n} processes" if self.with_ddp else repr(self.algorithm)
+
+
+def build(name: str, topology: Topology, H: int, delay: int | None, steps: int) -> Method:
+    """`delay=None`: the method's own."""
+    n, warmup = topology.n, max(1, steps // 10)
+    delayed = {} if delay is None else {"delay": delay}
+    known: dict[str, Callable[[], Method]] = {
+        "parallel_sgd": lambda: Method(name, "Parallel SGD", parallel_sgd(n), with_ddp=True),
+        "local_sgd": lambda: Method(name, "Local SGD", local_sgd(n, H)),
+        "gossip_sgd": lambda: Method(name, "Gossip SGD", gossip_sgd(topology, **delayed)),
+        "gossip_pga": lambda: Method(name, "Gossip-PGA", gossip_pga(topology, H, **delayed)),
+        "gossip_aga": lambda: Method(name, "Gossip-AGA", gossip_aga(topology, warmup, H_max=LONGEST_ADAPTED, **delayed)),
+        "slowmo": lambda: Method(name, "SlowMo", slowmo(topology, H)),
+        "osgp": lambda: Method(name, "SGP" if delay == 0 else "OSGP", osgp(topology, **delayed)),
+    }
+    if name not in known:
+        raise ValueError(f"there is no method {name!r}: choose from {', '.join(known)}")
+    return known[name]()

@@ -1,0 +1,90 @@
+"""One node's training with one method, watched from time to time. All methods have the same start and see the same data."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rumor.averager import Averager
+from rumor.demo.digits import Digits
+from rumor.demo.methods import Method
+
+LR, MOMENTUM, BATCH, WIDTH = 0.1, 0.9, 32, 256
+POINTS = 20  # of a curve
+AT_THE_END = 12  # steps, over which the figures of the end are averaged: whole periods of H = 6 and the like
+
+
+@dataclass(frozen=True)
+class Point:
+    """What a node sees after `step` steps; seconds and bytes are those of training, without the looking."""
+
+    step: int
+    mean_accuracy: float  # of the mean of all nodes, on the test set
+    own_accuracy: float
+    consensus_distance: float
+    bytes_sent: int
+    seconds: float
+
+
+def watched_steps(steps: int) -> set[int]:
+    """Evenly from the start, and the last ones all: nodes drift apart between two global averages, so one moment would tell little."""
+    return set(range(steps, 0, -math.ceil(steps / POINTS))) | set(range(max(1, steps - AT_THE_END + 1), steps + 1))
+
+
+def build_model(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+
+
+class Node:
+    """A model, its optimizer and its averaging: by DistributedDataParallel in the backward pass, or by an Averager after the step."""
+
+    def __init__(self, method: Method, seed: int):
+        self.model = build_model(seed)
+        self.averager = Averager(self.model, method.algorithm)  # beside DDP it is never stepped, and only measures
+        self.ddp = DistributedDataParallel(self.model, process_group=self.averager.engine.group) if method.with_ddp else None
+        self.opt = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
+        self.bytes_sent = 0
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        loss = nn.functional.cross_entropy((self.ddp or self.model)(x), y)
+        self.opt.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.opt.step()
+        if self.ddp is not None:
+            n = self.averager.engine.n
+            self.bytes_sent += 2 * (n - 1) * sum(p.nbytes for p in self.model.parameters()) // n  # as Metrics counts an all-reduce
+        else:
+            before = self.averager.metrics.bytes_sent
+            self.averager.step(loss, lr=LR)
+            self.bytes_sent += self.averager.metrics.bytes_sent - before  # what is sent to measure does not count
+
+    @torch.no_grad()
+    def accuracy(self, x: Tensor, y: Tensor) -> float:
+        return float((self.model(x).argmax(dim=1) == y).float().mean())
+
+
+def train(method: Method, digits: Digits, rank: int, steps: int, watched: set[int], seed: int, show: Callable[[Point], Any]) -> None:
+    """Every rank at once; `show` is called with what it sees after each of the `watched` steps."""
+    x, y, test_x, test_y = (torch.from_numpy(part) for part in digits)
+    node = Node(method, seed)
+    draws = torch.Generator().manual_seed(1000 * seed + rank)
+    seconds, began = 0.0, time.perf_counter()
+    for step in range(1, steps + 1):
+        batch = torch.randint(len(x), (BATCH,), generator=draws)
+        node.step(x[batch], y[batch])
+        if step in watched:
+            seconds += time.perf_counter() - began
+            own = node.accuracy(test_x, test_y)
+            with node.averager.averaged():
+                mean = node.accuracy(test_x, test_y)
+            show(Point(step, mean, own, node.averager.consensus_distance(), node.bytes_sent, seconds))
+            began = time.perf_counter()
+    node.averager.finish()

@@ -1,0 +1,253 @@
+"""The demo: what a stranger types first. It keeps its promises, and leaves nothing behind when it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import rumor
+from rumor.cli import main
+from rumor.demo.digits import TO_TRAIN, split_by_label
+from rumor.demo.methods import Method
+from rumor.demo.training import AT_THE_END, Node, watched_steps
+from tests.cluster import Cluster
+
+pytest.importorskip("sklearn")
+METHODS = ["parallel_sgd", "local_sgd", "gossip_sgd", "gossip_pga", "gossip_aga", "slowmo", "osgp"]
+LABELS = ["Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-AGA", "SlowMo", "OSGP"]
+LONG = "--method local_sgd --nodes 2 --steps 8000"  # long enough to be stopped on the way
+
+
+def command(line: str, folder: Path) -> list[str]:
+    return [sys.executable, "-m", "rumor", "demo", *line.split(), "--out", str(folder)]
+
+
+def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    line = f"--method {' '.join(METHODS)} --topology one_peer_exponential --nodes 4 --steps 12 --H 3 --seed 5"
+    done = subprocess.run(command(line, tmp_path / "new"), capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "new" / "demo.json").read_text())
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["demo.json", "demo.png"]
+    assert (tmp_path / "new" / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert str(tmp_path / "new" / "demo.png") in done.stdout
+    assert {"nodes": 4, "steps": 12, "H": 3, "seed": 5, "topology": "one_peer_exponential(4)"}.items() <= found["settings"].items()
+    assert found["machine"]["torch"] == torch.__version__
+    assert [row["method"] for row in found["results"]] == METHODS
+    for row, label in zip(found["results"], LABELS, strict=True):
+        shown = re.search(rf"^{label} +([\d.]+)% +([\d.]+)% +\S+ +[\d.]+ [kM]?B +[\d.]+$", done.stdout, re.M)
+        assert shown, done.stdout
+        assert float(shown.group(1)) == pytest.approx(100 * row["mean_accuracy"], abs=0.06)
+        assert float(shown.group(2)) == pytest.approx(100 * row["worst_accuracy"], abs=0.06)
+        assert [seen["step"] for seen in row["curve"]] == sorted(watched_steps(12))
+        assert all(len(seen["node_accuracies"]) == 4 for seen in row["curve"])
+        assert f"{label} (" in done.stderr
+    by_name = {row["method"]: row for row in found["results"]}
+    size = 4 * found["settings"]["parameters"]
+    sent = {name: row["bytes_per_node"] / size / 12 for name, row in by_name.items()}  # models a step; a message has some bytes more
+    assert sent["parallel_sgd"] == pytest.approx(1.5, rel=0.01)
+    assert sent["local_sgd"] == pytest.approx(0.5, rel=0.01)
+    assert sent["gossip_sgd"] == pytest.approx(1.0, rel=0.01)
+    assert sent["gossip_pga"] == pytest.approx(2 / 3 + 0.5, rel=0.01)
+    assert by_name["parallel_sgd"]["consensus_distance"] < 1e-9
+    assert by_name["local_sgd"]["consensus_distance"] > by_name["gossip_pga"]["consensus_distance"] > 1e-9
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--nodes 1", "--nodes must be a whole number from 2 to 64, each a process, got 1"),
+        ("--nodes 65", "got 65"),
+        ("--nodes 2.5", "not a whole number"),
+        ("--topology hypercube", "there is no topology 'hypercube': choose from"),
+        ("--topology from_networkx", "there is no topology 'from_networkx'"),
+        ("--method adam", "there is no method 'adam': choose from parallel_sgd"),
+        ("--method gossip_pga gossip-pga", "name each method once"),
+        ("--method", "expected at least one argument"),
+        ("--H 0", "--H must be a whole number >= 1"),
+        ("--H -3", "--H must be a whole number >= 1"),
+        ("--steps 0", "--steps must be a whole number >= 1"),
+        ("--seed -1", "--seed must be"),
+        ("--delay 2", "invalid choice: 2"),
+        ("--delay 1 --method local_sgd", "--delay is for gossip_sgd, gossip_pga, gossip_aga, osgp"),
+        ("--H 3 --method osgp", "--H is for local_sgd, gossip_pga, slowmo"),
+        ("--out pyproject.toml", "--out pyproject.toml: this folder can't be made or written to"),
+        ("--out /dev/null/here", "this folder can't be made or written to"),
+    ],
+)
+def test_wrong_options_end_with_one_line_and_exit_code_2(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code: object = main(["demo", *line.split()])
+    except SystemExit as end:
+        code = end.code
+    out, error = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert said in error
+    assert re.fullmatch(r"rumor demo: error: [^\n]+\n", error), error
+
+
+def test_without_scikit_learn_one_line_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(["demo", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "rumor demo: error: the demo trains on scikit-learn's digits: pip install 'rumor[examples]'\n"
+
+
+def test_without_matplotlib_there_are_a_table_and_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["demo", "--method", "gossip_sgd", "--nodes", "2", "--steps", "2", "--delay", "1", "--out", str(tmp_path)]) == 0
+    out, error = capsys.readouterr()
+    assert "pip install 'rumor[plots]'" in error
+    assert re.search(r"^Gossip SGD +\d", out, re.M)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
+    assert "delay=1" in json.loads((tmp_path / "demo.json").read_text())["results"][0]["call"]
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below pid that still run, whoever their parent is by now."""
+    parent: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if state != "Z":
+                parent[int(entry.name)] = int(above)
+    found = {child for child, above in parent.items() if above == pid}
+    return found.union(*(descendants(child) for child in found)) if found else found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def wait_until(happens: Callable[[], bool], what: str, seconds: float = 40.0) -> None:
+    ends = time.monotonic() + seconds
+    while not happens():
+        assert time.monotonic() < ends, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.05)
+
+
+@contextmanager
+def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int], Callable[[], str]]]:
+    """The command at work on a terminal, once its bar has moved; its two workers; and what the terminal shows by the time it has ended."""
+    screen, terminal = pty.openpty()
+    process = subprocess.Popen(
+        command(LONG, folder),
+        stdout=subprocess.DEVNULL,
+        stderr=terminal,
+        start_new_session=True,
+        env={**os.environ, "TMPDIR": str(folder.parent)},  # SIGKILL leaves a folder there
+    )
+    os.close(terminal)
+    shown = b""
+
+    def text() -> str:
+        nonlocal shown
+        process.wait(30)
+        os.set_blocking(screen, False)
+        try:
+            while more := os.read(screen, 65536):
+                shown += more
+        except OSError:
+            pass  # closed on the other side, or nothing more
+        return shown.decode()
+
+    try:
+        ends = time.monotonic() + 60
+        while b"[#" not in shown:
+            assert time.monotonic() < ends, shown
+            shown += os.read(screen, 65536)
+        is_worker = re.compile(rb"spawn_main")
+        everyone = descendants(process.pid)
+        workers = sorted(pid for pid in everyone if is_worker.search(Path(f"/proc/{pid}/cmdline").read_bytes()))
+        assert len(workers) == 2
+        yield process, workers, text
+        wait_until(lambda: not any(map(is_running, everyone)), "the end of all processes")
+    finally:
+        for pid in (process.pid, *descendants(process.pid)):
+            if is_running(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(10)
+        os.close(screen)
+
+
+on_linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
+
+
+@on_linux
+def test_a_killed_worker_ends_the_demo_with_one_line(tmp_path: Path) -> None:
+    with training(tmp_path) as (process, workers, text):
+        os.kill(workers[1], signal.SIGKILL)
+        assert process.wait(20) == 1
+        last = text().rpartition("\r")[0].rpartition("\r")[2]  # a terminal ends lines with \r\n
+        assert last == "rumor demo: error: process 1 of 2 was ended by SIGKILL, so the others were stopped: run it again"
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_linux
+@pytest.mark.parametrize(
+    ("number", "to_all", "code"),
+    [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
+)
+def test_a_stopped_demo_leaves_no_process(tmp_path: Path, number: int, to_all: bool, code: int) -> None:
+    """Ctrl-C on a terminal goes to all processes at once, `kill` to one."""
+    with training(tmp_path) as (process, _, text):
+        os.killpg(process.pid, number) if to_all else os.kill(process.pid, number)
+        assert process.wait(20) == code
+        assert "Traceback" not in text()
+    assert list(tmp_path.iterdir()) == []
+
+
+def _train(rank: int, with_ddp: bool) -> list[torch.Tensor]:
+    digits = split_by_label(4, seed=0)[rank]
+    node = Node(Method("parallel_sgd", "Parallel SGD", rumor.parallel_sgd(4), with_ddp), seed=1)
+    draws = torch.Generator().manual_seed(rank)
+    for _ in range(10):
+        batch = torch.randint(len(digits.x), (32,), generator=draws)
+        node.step(torch.from_numpy(digits.x)[batch], torch.from_numpy(digits.y)[batch])
+    return [p.detach().clone() for p in node.model.parameters()]
+
+
+def test_ddp_and_parallel_sgd_train_the_same_model(four: Cluster) -> None:
+    for of_ddp, of_averager in zip(four.run(_train, True), four.run(_train, False), strict=True):
+        for p, q in zip(of_ddp, of_averager, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+
+
+def test_each_node_has_few_labels_and_all_have_every_image_once() -> None:
+    parts = split_by_label(8, seed=3)
+    assert all(len(set(part.y)) <= 3 for part in parts)
+    assert sum(len(part.x) for part in parts) == TO_TRAIN
+    assert set(np.concatenate([part.y for part in parts])) == set(range(10))
+    images = {row.tobytes() for part in parts for row in part.x}
+    assert not images & {row.tobytes() for row in parts[0].test_x}
+    assert not np.array_equal(parts[0].test_x, split_by_label(8, seed=4)[0].test_x)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 12, 13, 100, 400])
+def test_the_last_steps_are_all_watched_and_others_evenly(steps: int) -> None:
+    watched = watched_steps(steps)
+    assert watched <= set(range(1, steps + 1))
+    assert set(range(max(1, steps - AT_THE_END + 1), steps + 1)) <= watched
+    assert len(watched) <= 20 + AT_THE_END
