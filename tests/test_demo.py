@@ -221,7 +221,7 @@ def test_a_stopped_demo_leaves_no_process(tmp_path: Path, number: int, to_all: b
 
 def _train(rank: int, with_ddp: bool) -> list[torch.Tensor]:
     digits = split_by_label(4, seed=0)[rank]
-    node = Node(Method("parallel_sgd", "Parallel SGD", rumor.parallel_sgd(4), with_ddp), seed=1)
+    node = Node(Method("parallel_sgd", "Parallel SGD", rumor.parallel_sgd(4), with_ddp), seed=1, steps=10)
     draws = torch.Generator().manual_seed(rank)
     for _ in range(10):
         batch = torch.randint(len(digits.x), (32,), generator=draws)

@@ -13,7 +13,7 @@ from rumor.topology import Topology
 DEFAULT = ("parallel_sgd", "local_sgd", "gossip_sgd", "gossip_pga", "gossip_aga")
 WITH_H = ("local_sgd", "gossip_pga", "slowmo")
 WITH_DELAY = ("gossip_sgd", "gossip_pga", "gossip_aga", "osgp")
-LONGEST_ADAPTED = 12  # steps, H_max of Gossip-AGA: the loss falls so fast here that the period would soon be a tenth of the run
+ADAPTED = {"H_init": 2, "H_max": 16}  # of Gossip-AGA: the loss falls so fast here that the period would soon be a tenth of the run
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def build(name: str, topology: Topology, H: int, delay: int | None, steps: int) 
         "local_sgd": lambda: Method(name, "Local SGD", local_sgd(n, H)),
         "gossip_sgd": lambda: Method(name, "Gossip SGD", gossip_sgd(topology, **delayed)),
         "gossip_pga": lambda: Method(name, "Gossip-PGA", gossip_pga(topology, H, **delayed)),
-        "gossip_aga": lambda: Method(name, "Gossip-AGA", gossip_aga(topology, warmup, H_max=LONGEST_ADAPTED, **delayed)),
+        "gossip_aga": lambda: Method(name, "Gossip-AGA", gossip_aga(topology, warmup, **ADAPTED, **delayed)),
         "slowmo": lambda: Method(name, "SlowMo", slowmo(topology, H)),
         "osgp": lambda: Method(name, "SGP" if delay == 0 else "OSGP", osgp(topology, **delayed)),
     }

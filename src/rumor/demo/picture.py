@@ -11,13 +11,13 @@ from rumor.demo.training import AT_THE_END
 from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, open_pyplot, save
 from rumor.topology import Topology
 
-COLORS = {
+COLORS = {  # as in the pictures of the studies
     "parallel_sgd": BLACK,
     "local_sgd": ORANGE,
-    "gossip_sgd": SKY,
-    "gossip_pga": VERMILION,
-    "gossip_aga": BLUE,
-    "slowmo": GREEN,
+    "gossip_sgd": VERMILION,
+    "gossip_pga": BLUE,
+    "gossip_aga": GREEN,
+    "slowmo": SKY,
     "osgp": PURPLE,
 }
 
@@ -54,6 +54,7 @@ def _draw_curves(axes: Any, results: Sequence[Result]) -> None:
         )
     axes.set_title("The mean of all nodes", loc="left", fontsize=11)
     axes.set(xlabel="steps", ylabel="accuracy on the test set", ylim=(None, 1.0))
+    axes.yaxis.get_major_locator().set_params(steps=[1, 2, 5, 10])  # whole percents
     axes.yaxis.set_major_formatter("{x:.0%}")
     axes.legend(frameon=False, loc="lower right")
 
@@ -74,4 +75,5 @@ def _draw_nodes(axes: Any, results: Sequence[Result]) -> None:
     axes.margins(x=0.12)
     axes.set_title(f"Each node (dots) and their mean (diamond), over the last {AT_THE_END} steps", loc="left", fontsize=11)
     axes.set(xlabel="accuracy on the test set")
+    axes.xaxis.get_major_locator().set_params(steps=[1, 2, 5, 10])  # whole percents
     axes.xaxis.set_major_formatter("{x:.0%}")

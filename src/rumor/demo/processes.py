@@ -22,7 +22,7 @@ from rumor.demo.methods import Method
 from rumor.demo.training import Point, train
 from rumor.process_group import joined
 
-TIMEOUT = 60.0  # seconds that a process waits for another
+TIMEOUT = 300.0  # seconds that a process waits for another: a busy machine takes minutes to start them all, and a death is noticed at once
 SILENCE = TIMEOUT + 15.0  # after which nobody will say anything any more
 
 

@@ -101,6 +101,7 @@ def write(path: Path, settings: dict[str, Any], results: Sequence[Result]) -> No
         "settings": {
             **settings,
             "lr": training.LR,
+            "last_lr": training.LAST_LR,
             "momentum": training.MOMENTUM,
             "batch": training.BATCH,
             "averaged_over_last_steps": AT_THE_END,

@@ -16,7 +16,8 @@ from rumor.averager import Averager
 from rumor.demo.digits import Digits
 from rumor.demo.methods import Method
 
-LR, MOMENTUM, BATCH, WIDTH = 0.1, 0.9, 32, 256
+LR, LAST_LR = 0.1, 0.02  # falls evenly from one to the other, as in real trainings: nodes come closer as steps become smaller
+MOMENTUM, BATCH, WIDTH = 0.9, 32, 256
 POINTS = 20  # of a curve
 AT_THE_END = 12  # steps, over which the figures of the end are averaged: whole periods of H = 6 and the like
 
@@ -46,11 +47,12 @@ def build_model(seed: int) -> nn.Module:
 class Node:
     """A model, its optimizer and its averaging: by DistributedDataParallel in the backward pass, or by an Averager after the step."""
 
-    def __init__(self, method: Method, seed: int):
+    def __init__(self, method: Method, seed: int, steps: int):
         self.model = build_model(seed)
         self.averager = Averager(self.model, method.algorithm)  # beside DDP it is never stepped, and only measures
         self.ddp = DistributedDataParallel(self.model, process_group=self.averager.engine.group) if method.with_ddp else None
         self.opt = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
+        self.schedule = torch.optim.lr_scheduler.LinearLR(self.opt, 1.0, LAST_LR / LR, steps)
         self.bytes_sent = 0
 
     def step(self, x: Tensor, y: Tensor) -> None:
@@ -63,8 +65,9 @@ class Node:
             self.bytes_sent += 2 * (n - 1) * sum(p.nbytes for p in self.model.parameters()) // n  # as Metrics counts an all-reduce
         else:
             before = self.averager.metrics.bytes_sent
-            self.averager.step(loss, lr=LR)
+            self.averager.step(loss, lr=float(self.schedule.get_last_lr()[0]))
             self.bytes_sent += self.averager.metrics.bytes_sent - before  # what is sent to measure does not count
+        self.schedule.step()
 
     @torch.no_grad()
     def accuracy(self, x: Tensor, y: Tensor) -> float:
@@ -74,7 +77,7 @@ class Node:
 def train(method: Method, digits: Digits, rank: int, steps: int, watched: set[int], seed: int, show: Callable[[Point], Any]) -> None:
     """Every rank at once; `show` is called with what it sees after each of the `watched` steps."""
     x, y, test_x, test_y = (torch.from_numpy(part) for part in digits)
-    node = Node(method, seed)
+    node = Node(method, seed, steps)
     draws = torch.Generator().manual_seed(1000 * seed + rank)
     seconds, began = 0.0, time.perf_counter()
     for step in range(1, steps + 1):
