@@ -72,7 +72,7 @@ class RumorCallback(Callback):
                 f"RumorCallback trains one whole model on each of several processes, but this Trainer's strategy is "
                 f"{type(strategy).__name__}: use devices=N or torchrun with strategy='ddp', or strategy=RumorStrategy()"
             )
-        if trainer._accelerator_connector.sync_batchnorm:
+        if strategy._layer_sync is not None:
             raise ValueError("sync_batchnorm=True makes all nodes wait for each other in every layer: leave it out, Rumor averages buffers")
         if strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None:
             raise ValueError("a ddp_comm_hook has nothing to do where gradients are not reduced: leave it out")
