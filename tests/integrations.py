@@ -30,9 +30,9 @@ def network(seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
 
 
-def optimizer(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+def optimizer(model: nn.Module, decay: float = 0.9) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    return opt, torch.optim.lr_scheduler.ExponentialLR(opt, 0.9)
+    return opt, torch.optim.lr_scheduler.ExponentialLR(opt, decay)
 
 
 def flat(model: nn.Module) -> Tensor:
@@ -40,12 +40,16 @@ def flat(model: nn.Module) -> Tensor:
 
 
 def by_hand(
-    algorithm: Any, epochs: list[list[tuple[Tensor, Tensor]]], accumulate: int = 1, autocast: Callable[[], Any] = nullcontext
+    algorithm: Any,
+    epochs: list[list[tuple[Tensor, Tensor]]],
+    accumulate: int = 1,
+    autocast: Callable[[], Any] = nullcontext,
+    decay: float = 0.9,
 ) -> dict[str, Any]:
     """The plain loop that an integration stands for, on the batches of `epochs`: parameters after each optimizer step, and at the end."""
     model = network()
     averager = rumor.Averager(model, algorithm)
-    opt, scheduler = optimizer(model)
+    opt, scheduler = optimizer(model, decay)
     seen: list[Tensor] = []
     losses: list[Tensor] = []
     for batches in epochs:

@@ -54,6 +54,11 @@ class RumorCallback(TrainerCallback):
                 "rumor.integrations.huggingface.RumorTrainer, or `class MyTrainer(WithRumor, ...)` for a Trainer of your own"
             )
         self.averager = Averager(kwargs["model"], self._algorithm)
+        if args.world_size != self.averager.engine.n:
+            raise ValueError(
+                f"there are {self.averager.engine.n} processes, but Accelerate sees {args.world_size}, so each would train on all the data: "
+                "on CPUs, say TrainingArguments(use_cpu=True)"
+            )
         if self.checkpoint is not None and not self._resume_from_mean:
             self._resume(rank_file(self.checkpoint, args.process_index), kwargs["model"], kwargs["optimizer"])
         self.checkpoint = None
@@ -100,7 +105,12 @@ class RumorCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.averager is not None
+        best = None
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:  # which the model holds by now, on every rank
+            best = {name: value.clone() for name, value in kwargs["model"].state_dict().items()}
         self.averager.finish()
+        if best is not None:
+            kwargs["model"].load_state_dict(best)
 
 
 class WithRumor:
@@ -109,6 +119,8 @@ class WithRumor:
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         without_ddp(self.accelerator)  # type: ignore[attr-defined]
+        # it would make all nodes wait for each other at every step, and weigh their losses for a mean of gradients that is not taken
+        self.args.average_tokens_across_devices = False  # type: ignore[attr-defined]
 
     @property
     def rumor(self) -> RumorCallback:
