@@ -76,7 +76,7 @@ class Metrics:
             step: the step that they belong to.
             loss: this rank's loss, if it is to be written as well.
         """
-        of_loss = {} if loss is None else {"loss": float(loss)}
+        of_loss = {} if loss is None else {"loss": loss.item() if isinstance(loss, Tensor) else loss}
         for name, value in {**of_loss, **self.scalars()}.items():
             writer.add_scalar(f"rumor/{name}", value, step)
 

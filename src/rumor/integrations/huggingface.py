@@ -56,8 +56,8 @@ class RumorCallback(TrainerCallback):
         self.averager = Averager(kwargs["model"], self._algorithm)
         if args.world_size != self.averager.engine.n:
             raise ValueError(
-                f"there are {self.averager.engine.n} processes, but Accelerate sees {args.world_size}, so each would train on all the data: "
-                "on CPUs, say TrainingArguments(use_cpu=True)"
+                f"there are {self.averager.engine.n} processes, but Accelerate sees {args.world_size}, so each would train on all of the "
+                "data: on CPUs, say TrainingArguments(use_cpu=True)"
             )
         if self.checkpoint is not None and not self._resume_from_mean:
             self._resume(rank_file(self.checkpoint, args.process_index), kwargs["model"], kwargs["optimizer"])
