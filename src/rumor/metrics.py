@@ -7,7 +7,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Writer(Protocol):
+    """What TensorBoard's SummaryWriter and its like have in common."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> object: ...
 
 
 @dataclass
@@ -55,6 +63,26 @@ class Metrics:
         if self._since:
             self.seconds_computing += now - self._since - idle
         self._since, self._waited = now, self.seconds_waiting
+
+    def scalars(self) -> dict[str, float]:
+        """What there is to plot over the steps, by name; what is not known (H, consensus distance) is left out."""
+        names = ("consensus_distance", "H", "bytes_sent", "seconds_waiting")
+        return {name: float(value) for name in names if (value := getattr(self, name)) is not None}
+
+    def log_to(self, writer: Writer, step: int, loss: Tensor | float | None = None) -> None:
+        """Writes `scalars()`, and the loss, as rumor/... at `step`. Each rank may do so, to a folder of its own; it is no collective.
+
+        `consensus_distance` is as of the last averager.consensus_distance(), which is a collective: call that first, on every rank.
+
+        Args:
+            writer: TensorBoard's SummaryWriter, or any object with add_scalar(tag, value, step). For Weights & Biases:
+                `wandb.log({f"rumor/{name}": value for name, value in averager.metrics.scalars().items()}, step=step)`.
+            step: the step that they belong to.
+            loss: this rank's loss, if it is to be written as well.
+        """
+        of_loss = {} if loss is None else {"loss": loss.item() if isinstance(loss, Tensor) else loss}
+        for name, value in {**of_loss, **self.scalars()}.items():
+            writer.add_scalar(f"rumor/{name}", value, step)
 
     def as_dict(self) -> dict[str, Any]:
         return {name: value for name, value in {**asdict(self), "rounds": dict(self.rounds)}.items() if not name.startswith("_")}

@@ -1,0 +1,1 @@
+"""Rumor inside other libraries, one file each. Importing rumor imports none of them."""

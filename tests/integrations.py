@@ -1,0 +1,91 @@
+"""What the tests of integrations have in common: a small problem, the loop written by hand, and torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rumor
+
+ROOT = Path(__file__).parent.parent
+N, BATCH, BATCHES = 4, 3, 7  # nodes; samples in a batch; batches of each node in an epoch
+
+
+def dataset() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(N * BATCH * BATCHES, 5, generator=generator)
+    return x, x.square().sum(dim=1, keepdim=True)
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1))
+
+
+def optimizer(model: nn.Module, decay: float = 0.9) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return opt, torch.optim.lr_scheduler.ExponentialLR(opt, decay)
+
+
+def flat(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def by_hand(
+    algorithm: Any,
+    epochs: list[list[tuple[Tensor, Tensor]]],
+    accumulate: int = 1,
+    autocast: Callable[[], Any] = nullcontext,
+    decay: float = 0.9,
+) -> dict[str, Any]:
+    """The plain loop that an integration stands for, on the batches of `epochs`: parameters after each optimizer step, and at the end."""
+    model = network()
+    averager = rumor.Averager(model, algorithm)
+    opt, scheduler = optimizer(model, decay)
+    seen: list[Tensor] = []
+    losses: list[Tensor] = []
+    for batches in epochs:
+        for b, (x, y) in enumerate(batches):
+            with autocast():
+                loss = (model(x) - y).square().mean()
+            (loss / accumulate).backward()
+            losses.append(loss.detach())
+            if (b + 1) % accumulate == 0 or b + 1 == len(batches):
+                opt.step()
+                opt.zero_grad()
+                averager.step(torch.stack(losses).mean(), lr=scheduler.get_last_lr()[0])
+                scheduler.step()
+                losses = []
+                seen.append(flat(model))
+    averager.finish()
+    return {"seen": torch.stack(seen), "end": flat(model), "counts": counts(averager)}
+
+
+def counts(averager: rumor.Averager | None) -> dict[str, Any]:
+    """What the averager did, without the times."""
+    assert averager is not None
+    return {name: value for name, value in averager.metrics.as_dict().items() if "seconds" not in name}
+
+
+def environment() -> dict[str, str]:
+    """For a process that runs the code of this tree."""
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run(arguments: list[str], folder: Path, deadline: float = 100) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=deadline, env=environment())
+    assert done.returncode == 0, done.stderr[-8000:]
+    return done.stdout
+
+
+def torchrun(script: Path, *arguments: str, folder: Path, n: int = N, deadline: float = 100) -> str:
+    return run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(script), *arguments], folder, deadline)

@@ -1,0 +1,106 @@
+"""Lightning: the same steps as the loop written by hand, bitwise, and checkpoints that hold the mean model and each node's own."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.integrations import BATCHES, ROOT, flat, network, optimizer, torchrun
+
+Ranks = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where four processes have run tests/integrations_lightning.py."""
+    folder = tmp_path_factory.mktemp("lightning")
+    torchrun(ROOT / "tests" / "integrations_lightning.py", str(folder), folder=folder, deadline=110)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> Ranks:
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+def saved_model(path: Path) -> nn.Module:
+    model = network(seed=9)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    model.load_state_dict({name.removeprefix("net."): value for name, value in state.items()})
+    return model
+
+
+def stopped(ranks: Ranks) -> Tensor:
+    return torch.stack([rank["resumed"]["stopped"] for rank in ranks])
+
+
+@pytest.mark.parametrize("name", ["plain", "accumulated", "bf16", "slowmo"])
+def test_a_fit_is_the_loop_written_by_hand(ranks: Ranks, name: str) -> None:
+    for rank in ranks:
+        fit, loop = rank[name], rank["by hand"][name]
+        assert torch.equal(fit["seen"], loop["seen"])
+        assert torch.equal(fit["end"], loop["end"])
+        assert fit["counts"] == loop["counts"]
+    assert not torch.equal(ranks[0][name]["seen"], ranks[1][name]["seen"]), "nodes that never differ prove nothing"
+
+
+def test_a_strategy_handed_in_does_the_same(ranks: Ranks) -> None:
+    assert all(torch.equal(rank["strategy"]["seen"], rank["plain"]["seen"]) for rank in ranks)
+
+
+def test_the_loss_reaches_gossip_aga(ranks: Ranks) -> None:
+    assert ranks[0]["accumulated"]["counts"]["H"] != 2, "H is still H_init"
+
+
+def test_all_nodes_end_with_the_same_model(ranks: Ranks) -> None:
+    assert all(torch.equal(rank["plain"]["end"], ranks[0]["plain"]["end"]) for rank in ranks)
+
+
+def test_a_resumed_fit_is_the_uninterrupted_one(ranks: Ranks) -> None:
+    for rank in ranks:
+        whole, rest = rank["resumed"]["whole"], rank["resumed"]["rest"]
+        assert torch.equal(whole["seen"], rank["by hand"]["resumed"]["seen"])
+        assert torch.equal(rest["seen"], whole["seen"][BATCHES:])
+        assert torch.equal(rest["end"], whole["end"])
+        assert rest["counts"]["rounds"] == whole["counts"]["rounds"]  # bytes differ by those of validating and saving the mean
+
+
+@pytest.mark.parametrize("name", ["stop", "weights"])
+def test_a_checkpoint_holds_the_mean_model(ranks: Ranks, folder: Path, name: str) -> None:
+    models = stopped(ranks)
+    assert models.std(dim=0).max() > 1e-4, "nodes that don't differ prove nothing"
+    torch.testing.assert_close(flat(saved_model(folder / f"{name}.ckpt")), models.mean(dim=0), rtol=1e-5, atol=1e-6)
+
+
+def test_validation_sees_the_mean_model(ranks: Ranks) -> None:
+    for rank in ranks:
+        torch.testing.assert_close(rank["resumed"]["validated"], stopped(ranks).mean(dim=0), rtol=1e-5, atol=1e-6)
+
+
+def test_without_the_nodes_all_start_from_the_mean_model(ranks: Ranks, folder: Path) -> None:
+    for rank in ranks:
+        state = torch.load(folder / "stop.ckpt", weights_only=True)
+        model = saved_model(folder / "stop.ckpt")
+        opt, _ = optimizer(model)
+        opt.load_state_dict(state["optimizer_states"][0])  # rank 0's
+        x, y = rank["batch"]
+        (model(x) - y).square().mean().backward()
+        opt.step()
+        assert torch.equal(rank["from the mean"], flat(model))
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("one device", r"strategy is SingleDeviceStrategy: use devices=N or torchrun with strategy='ddp'"),
+        ("sync_batchnorm", r"sync_batchnorm=True makes all nodes wait .*: leave it out"),
+        ("three nodes", r"is of 3 nodes, but here are 4: RumorCallback\(..., save_nodes=False\)"),
+        ("no nodes", r"holds no states of nodes: RumorCallback\(..., save_nodes=False\)"),
+    ],
+)
+def test_what_cannot_be_is_refused(ranks: Ranks, case: str, message: str) -> None:
+    for rank in ranks:
+        assert re.search(message, rank["refused"][case]), rank["refused"][case]
