@@ -5,7 +5,7 @@
         examples/elastic.py --folder SHARED          # on each of 4 hosts
 
 When a process dies, the others raise within the time-out, torchrun starts all of them again, and this script builds the topology for as
-many as there are now. At most one interval between checkpoints is lost. With gloo on one host, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1:
+many as there are now. At most one interval between checkpoints is lost. With gloo, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1:
 without it, torch 2.13's processes look for those of the run before after a restart, and fail.
 """
 

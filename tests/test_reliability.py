@@ -144,6 +144,9 @@ def test_a_link_that_heals_within_the_time_out_changes_nothing(tmp_path: Path) -
 # ---- torchrun starts it again --------------------------------------------------------------------------------------------------------
 
 
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # or restarted processes find the addresses of those before them
+
+
 def accuracy_of(said: str) -> float:
     return float(re.search(r"accuracy of the mean model: ([\d.]+)%", said).group(1))  # type: ignore[union-attr]
 
@@ -155,7 +158,7 @@ def children(pid: int) -> list[int]:
 def started(folder: Path, *options: str) -> subprocess.Popen[str]:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", *options]
     command = [*torchrun, str(ROOT / "examples" / "elastic.py"), "--folder", str(folder), "--steps", "300"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **OWN_STORE}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
 
 
@@ -202,7 +205,7 @@ def test_a_job_goes_on_with_the_hosts_that_are_left(tmp_path: Path) -> None:
             ]
             script = [str(ROOT / "examples" / "elastic.py"), "--folder", str(tmp_path), "--steps", "800", "--timeout", "15"]
             command = [sys.executable, "-m", "torch.distributed.run", *ELASTIC, *where, *script]
-            agents.append(bed.start(i, command, {}, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+            agents.append(bed.start(i, command, OWN_STORE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
         try:
             wait_for_step(tmp_path, 60)
             bed.kill(2)
