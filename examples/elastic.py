@@ -15,6 +15,7 @@ import argparse
 import datetime
 import os
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -32,12 +33,20 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[order[:1400]], y[order[:1400]], x[order[1400:]], y[order[1400:]]
 
 
+def note_memory(path: Path, step: int) -> None:
+    """The step, and the bytes that this process has in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    with path.open("a") as file:
+        file.write(f"{step} {pages * os.sysconf('SC_PAGE_SIZE')}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--folder", required=True, help="of the checkpoints, on storage that all nodes see")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a node may be silent")
+    parser.add_argument("--memory", type=Path, help="folder to note the memory of each process in, at each checkpoint")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
@@ -61,6 +70,8 @@ def main() -> None:
         averager.step(loss)
         if (step + 1) % options.every == 0:
             rumor.save(options.folder, averager, step + 1, optimizer=opt)
+            if options.memory is not None:
+                note_memory(options.memory / f"memory-{os.getpid()}.txt", step + 1)
     averager.finish()
     if rank == 0:
         accuracy = (model(test_x).argmax(dim=1) == test_y).float().mean().item()

@@ -72,7 +72,7 @@ def by_hand(
 def counts(averager: rumor.Averager | None) -> dict[str, Any]:
     """What the averager did, without the times."""
     assert averager is not None
-    return {name: value for name, value in averager.metrics.as_dict().items() if "seconds" not in name}
+    return {name: value for name, value in averager.metrics.as_dict().items() if "seconds" not in name and name != "waited_for"}
 
 
 def environment() -> dict[str, str]:

@@ -339,10 +339,7 @@ def _keep(under_way: _UnderWay, channels: dict[int, Channel]) -> None:
 
 @contextmanager
 def joined(backend: str, timeout: float, **rendezvous: Any) -> Iterator[ProcessGroup]:
-    """The group of the processes that torchrun has started; none waits for another longer than `timeout` seconds. All leave together.
-
-    `rendezvous`: where torchrun has not, init_process_group's init_method, rank and world_size.
-    """
+    """The group of the processes that torchrun has started (others: give init_method, rank, world_size). All leave together."""
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout), **rendezvous)
     try:
         yield ProcessGroup()

@@ -1,0 +1,117 @@
+"""A soak: a job of 8 processes whose nodes are killed at random, over and over; torchrun starts it again from its last checkpoint.
+
+    OMP_NUM_THREADS=1 python benchmarks/soak.py --out benchmarks/results/soak.json          # 2,000 steps, 8 kills; 5 minutes on two cores
+
+Recorded: kills, steps that were lost and done again, the accuracy beside that of the same job undisturbed, and the memory of each process
+(its resident set, from 100 steps after its start to its end).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import machine, save
+
+ROOT = Path(__file__).parents[1]
+SETTLED = 100  # steps after which a process has allocated what it needs
+LATEST = "latest.json"
+
+
+def started(folder: Path, processes: int, steps: int, restarts: int) -> subprocess.Popen[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    torchrun += ["--max-restarts", str(restarts)]
+    job = ["--folder", str(folder / "checkpoints"), "--steps", str(steps), "--timeout", "30", "--memory", str(folder)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    with (folder / "errors").open("w") as errors:
+        return subprocess.Popen(
+            [*torchrun, str(ROOT / "examples" / "elastic.py"), *job], stdout=subprocess.PIPE, stderr=errors, text=True, env=env
+        )
+
+
+def step_of(folder: Path) -> int:
+    """Of the latest checkpoint."""
+    latest = folder / "checkpoints" / LATEST
+    return int(json.loads(latest.read_text())["name"].removeprefix("step-")) if latest.exists() else 0
+
+
+def wait_for(job: subprocess.Popen[str], folder: Path, step: int, deadline: float) -> bool:
+    """Until a checkpoint of that step is there. Or has the job ended before?"""
+    while job.poll() is None and step_of(folder) < step:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the job is at step {step_of(folder)}, and has not come to step {step} in time")
+        time.sleep(0.05)
+    return job.poll() is None
+
+
+def run(folder: Path, processes: int, steps: int, kills: list[int], deadline: float) -> dict[str, Any]:
+    """The job, one of whose processes is killed soon after each of these steps."""
+    folder.mkdir()
+    began, chosen = time.monotonic(), random.Random(0)
+    job = started(folder, processes, steps, len(kills))
+    try:
+        for step in kills:
+            if not wait_for(job, folder, step, deadline):
+                break
+            time.sleep(chosen.random())  # anywhere in a step, or while a checkpoint is written
+            workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+            os.kill(int(chosen.choice(workers)), signal.SIGKILL)
+        said, _ = job.communicate(timeout=max(1.0, deadline - time.monotonic()))
+    finally:
+        job.kill()
+    if job.returncode:
+        raise RuntimeError(f"the job ended with exit code {job.returncode}:\n{(folder / 'errors').read_text()[-2000:]}")
+    accuracy = re.search(r"accuracy of the mean model: ([\d.]+)%", said)
+    assert accuracy is not None, said
+    starts = [int(step) for step in re.findall(r"nodes, from step (\d+)", said)]
+    return {
+        "seconds": time.monotonic() - began,
+        "starts": starts,
+        "accuracy": float(accuracy[1]) / 100,
+        "memory": [memory for path in sorted(folder.glob("memory-*.txt")) if (memory := growth(path)) is not None],
+    }
+
+
+def growth(path: Path) -> float | None:
+    """Of one process: its memory at the end over that when it had settled, less 1; None if it did not live that long."""
+    lines = [tuple(map(int, line.split())) for line in path.read_text().splitlines()]
+    settled = [size for step, size in lines if step >= lines[0][0] + SETTLED]
+    return settled[-1] / settled[0] - 1 if len(settled) > 1 else None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=2_000)
+    parser.add_argument("--kills", type=int, default=8)
+    parser.add_argument("--minutes", type=float, default=30.0, help="until it is given up")
+    options = parser.parse_args()
+    kills = [round(options.steps * (i + 0.5) / options.kills) for i in range(options.kills)]
+    deadline = time.monotonic() + 60 * options.minutes
+    with tempfile.TemporaryDirectory() as folder:
+        found = {
+            name: run(Path(folder) / name, options.processes, options.steps, at, deadline)
+            for name, at in (("undisturbed", []), ("killed", kills))
+        }
+    for name, end in found.items():
+        worst = max(end["memory"], default=float("nan"))
+        print(
+            f"{name:12} {end['seconds']:5.0f} s, {len(end['starts'])} starts from steps {end['starts']}, "
+            f"accuracy {end['accuracy']:.1%}, memory of {len(end['memory'])} processes grew by {worst:+.2%} at most"
+        )
+    save(options.out, {"machine": machine(), "processes": options.processes, "steps": options.steps, "kills": kills, **found})
+
+
+if __name__ == "__main__":
+    main()
