@@ -64,8 +64,9 @@ def run(folder: Path, processes: int, steps: int, kills: list[int], deadline: fl
             if not wait_for(job, folder, step, deadline):
                 break
             time.sleep(chosen.random())  # anywhere in a step, or while a checkpoint is written
-            workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-            os.kill(int(chosen.choice(workers)), signal.SIGKILL)
+            workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split() if job.poll() is None else []
+            if workers:  # none, while it starts again or has just ended
+                os.kill(int(chosen.choice(workers)), signal.SIGKILL)
         said, _ = job.communicate(timeout=max(1.0, deadline - time.monotonic()))
     finally:
         job.kill()
