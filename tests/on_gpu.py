@@ -276,7 +276,7 @@ def convolutions_of_all_nodes_are_torchs() -> None:
         w = (torch.randn(N, out, size, size, channels, device=CUDA, generator=random) / (size * channels**0.5)).bfloat16()
         found = []
         for function, dtype in ((convolution, torch.bfloat16), (torchs, torch.bfloat16), (torchs, torch.float64)):
-            inputs = [t.to(dtype).requires_grad_() for t in (x, w)]
+            inputs = [t.detach().clone().to(dtype).requires_grad_() for t in (x, w)]
             y = torch.func.vmap(lambda x, w, function=function, padding=padding: function(x, w, padding))(*inputs)
             y.float().square().sum().backward()
             found.append([t.detach().double() for t in (y, *(t.grad for t in inputs))])

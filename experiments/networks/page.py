@@ -5,6 +5,7 @@ python experiments/networks/page.py            # rewrite what stands between <!-
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import language_modeling
 from images.study import TABLES as IMAGES
 from logistic import tables
 from networks import compare, order
@@ -21,9 +23,11 @@ from networks.pictures import draw_curves
 from networks.runs import Table
 from networks.store import Store
 from text.study import TABLES as TEXT
+from text.train import EVALUATIONS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
+STEP_TIMES = ROOT / "benchmarks" / "results" / "simulated-step.json"
 NOT_YET = "*Not run yet.*"
 STEPS_AN_EPOCH = 50_000 // (32 * 32)  # of CIFAR-10's images, with 32 nodes and 32 images on each
 BELOW = 0.0026  # the target of Table 7 is so much below Parallel SGD's accuracy, as 76 % is below 76.26 %
@@ -110,8 +114,8 @@ def text_table(name: str, table: Table, store: Store) -> str:
 def time_table(stores: list[tuple[dict[str, Table], Store]]) -> str:
     """GPU minutes of each table; a run that stands in several is counted in the first."""
     rows: list[tables.Row] = []
-    counted: set[object] = set()
     for of_study, store in stores:
+        counted: set[object] = set()
         for name, table in of_study.items():
             found = [seeds for seeds in compare.of_table(table, store) if seeds.run not in counted]
             counted |= {seeds.run for seeds in found}
@@ -121,6 +125,17 @@ def time_table(stores: list[tuple[dict[str, Table], Store]]) -> str:
     return tables.as_text(rows) if rows else NOT_YET
 
 
+def step_table() -> str:
+    """What simulating costs, beside one big batch."""
+    if not STEP_TIMES.exists():
+        return NOT_YET
+    seconds = json.loads(STEP_TIMES.read_text())["seconds"]
+    beside = [name for name in seconds if "big batch" in name or "graph" in name]
+    return tables.as_text(
+        [{"a step": name, "ms": f"{1e3 * s:.2f}", **{f"x {other}": f"{s / seconds[other]:.2f}" for other in beside}} for name, s in seconds.items()]
+    )
+
+
 def filled_in(text: str, images: Store, words: Store) -> str:
     of_images = {_word(name): name for name in IMAGES}
     of_text = {_word(name): name for name in TEXT}
@@ -128,6 +143,8 @@ def filled_in(text: str, images: Store, words: Store) -> str:
     def make(word: str) -> str:
         if word == "gpu-minutes":
             return time_table([(IMAGES, images), (TEXT, words)])
+        if word == "simulated-step":
+            return step_table()
         if word == "order":
             return tables.as_text([*order.order_table(order.OF_IMAGES, images), *order.order_table(order.OF_TEXT, words)])
         if word in of_images:
@@ -152,11 +169,13 @@ def stores() -> tuple[Store, Store]:
 def main() -> None:
     page, (images, words) = ROOT / "docs" / "networks.md", stores()
     tables.write(page, filled_in(page.read_text(), images, words))
-    pictures = page.with_suffix("")
-    found = compare.of_table(IMAGES["7"], images)
-    if found:
-        title = "CIFAR-10, 32 nodes, one-peer exponential graph: mean of the seeds; bands: one standard deviation"
+    pictures, bands = page.with_suffix(""), "one-peer exponential graph: mean of the seeds; bands: one standard deviation"
+    if found := compare.of_table(IMAGES["7"], images):
+        title = f"CIFAR-10, 32 nodes, {bands}"
         draw_curves(found, ("training loss", "test accuracy, %"), STEPS_AN_EPOCH, title, pictures / "figure-2.png")
+    if found := compare.of_table(TEXT["11"], words):
+        title, apart = f"BERT, 8 nodes, {bands}", language_modeling.STEPS // EVALUATIONS
+        draw_curves(found, ("training loss", "held-out loss"), apart, title, pictures / "figure-3.png")
 
 
 if __name__ == "__main__":

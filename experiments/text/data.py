@@ -21,7 +21,8 @@ LENGTH = 128  # tokens of a sequence, [CLS] and [SEP] among them: BERT's first p
 GUESSES = round(
     0.15 * (LENGTH - 2)
 )  # tokens of a sequence to be guessed: 80 % of these are hidden, 10 % another one, 10 % left as they are
-HELD_OUT = 64  # every so many sequences, one is kept for evaluation
+HELD_OUT = 128  # every so many sequences, one is kept for evaluation
+FEWEST = 128  # sequences that a study can be made of
 MOST_LETTERS = 20_000  # that are tokenised at a time
 VERSION = 1  # of the cleaning: raise it when that changes
 
@@ -120,12 +121,16 @@ class Sequences:
     def to(self, device: torch.device) -> Sequences:
         return Sequences(self.train.to(device), self.held_out.to(device), self.special)
 
+    def evaluated_on(self, most: int) -> Sequences:
+        """With no more than that held out, from all over the text."""
+        return Sequences(self.train, self.held_out[:: max(1, len(self.held_out) // most)][:most], self.special)
+
     @classmethod
     def of(cls, stream: NDArray[np.uint16], special: Special) -> Sequences:
         inside = LENGTH - 2
         count = len(stream) // inside
-        if count < 2 * HELD_OUT:
-            raise ValueError(f"{len(stream)} tokens make {count} sequences of {LENGTH}: at least {2 * HELD_OUT} needed")
+        if count < FEWEST:
+            raise ValueError(f"{len(stream)} tokens make {count} sequences of {LENGTH}: at least {FEWEST} needed")
         rows = torch.from_numpy(stream[: count * inside].astype(np.int32)).view(count, inside)
         ends = [torch.full((count, 1), number, dtype=torch.int32) for number in (special.cls, special.sep)]
         whole = torch.cat([ends[0], rows, ends[1]], dim=1)

@@ -64,14 +64,15 @@ class Trained:
 
 def batches(text: Sequences, nodes: list[int], n: int, batch: int, steps: int, seed: int) -> Iterator[Tensors]:
     """Sequences in a new order each pass, dealt out to the nodes; those of `nodes`, with places to guess drawn anew each time."""
-    random = torch.Generator().manual_seed(seed)
-    on_device = torch.Generator(text.train.device).manual_seed(1_000 * seed + nodes[0])
-    order = torch.empty(0, dtype=torch.long)
+    device = text.train.device
+    random, on_device = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(1_000 * seed + nodes[0])
+    order = torch.empty(0, dtype=torch.long, device=device)  # there, so that no step waits for a copy
+    here = torch.tensor(nodes, device=device)
     for _ in range(steps):
         if len(order) < n * batch:
-            order = torch.cat([order, torch.randperm(len(text.train), generator=random)])
-        mine, order = order[: n * batch].view(n, batch)[nodes], order[n * batch :]
-        yield masked(text.train[mine.to(text.train.device)], text.special, on_device)
+            order = torch.cat([order, torch.randperm(len(text.train), generator=random).to(device)])
+        mine, order = order[: n * batch].view(n, batch)[here], order[n * batch :]
+        yield masked(text.train[mine], text.special, on_device)
 
 
 def train(trainer: Trainer, run: Run, text: Sequences, batch: int, usual_steps: int, peak: float) -> Trained:
