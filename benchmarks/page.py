@@ -1,4 +1,4 @@
-"""Writes the tables of docs/performance.md from benchmarks/results, so that no figure there is typed in, and draws its pictures:
+"""Writes tables of docs/performance.md and docs/reliability.md from benchmarks/results, so that no figure there is typed in, and draws pictures:
 
 python benchmarks/page.py            # rewrite what stands between <!-- table X --> and <!-- end -->
 """
@@ -20,6 +20,7 @@ from bed import LOOPBACK  # noqa: E402
 from limits import shown  # noqa: E402
 from logistic import tables  # noqa: E402
 
+PAGES = ("performance.md", "reliability.md")
 ALONE = "computing alone"
 MIXING = ("pack", "mix, delay=0", "mix, delay=1")
 NAMES = {"one_peer_exponential": "gossip, one peer", "ring": "gossip, ring", "exponential": "gossip, exponential", "mean": "average of all"}
@@ -107,6 +108,16 @@ def peers(results: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def soak(results: dict[str, Any]) -> list[list[str]]:
+    what = f"{results['processes']} processes, {results['steps']:,} steps"
+    rows = [[what, "seconds", "starts", "from step", "accuracy", "memory of a process: largest growth"]]
+    for name in ("undisturbed", "killed"):
+        end = results[name]
+        starts = ", ".join(str(step) for step in end["starts"])
+        rows.append([name, f"{end['seconds']:.0f}", str(len(end["starts"])), starts, f"{end['accuracy']:.1%}", f"{max(end['memory']):+.2%}"])
+    return rows
+
+
 def _ceiling(row: dict[str, Any]) -> str:
     return f" of {row['ceiling']:.2f}" if "ceiling" in row else ""
 
@@ -128,7 +139,9 @@ def filled_in(text: str) -> str:
     def make(name: str) -> str:
         if name.startswith("accuracy-"):
             return accuracy_tables.make(name.removeprefix("accuracy-"), json.loads((RESULTS / "accuracy.json").read_text()))
-        if name.startswith("gpu-"):
+        if name == "soak":
+            head, *rows = soak(json.loads((RESULTS / "soak.json").read_text()))
+        elif name.startswith("gpu-"):
             head, *rows = {"mixing": mixing, "host": host}[name.removeprefix("gpu-")](json.loads((RESULTS / "gpu.json").read_text()))
         else:
             of_network = {"exchange": exchange, "step": step, "loopback": loopback, "growth": growth, "peers": peers}
@@ -145,8 +158,8 @@ def filled_in(text: str) -> str:
 
 
 if __name__ == "__main__":
-    page = ROOT / "docs" / "performance.md"
-    tables.write(page, filled_in(page.read_text()))
+    for page in (ROOT / "docs" / name for name in PAGES):
+        tables.write(page, filled_in(page.read_text()))
     drawn = {"trace": pictures.draw_trace, "peers": pictures.draw_steps, "step": pictures.draw_steps, "growth": pictures.draw_growth}
     for name, draw in drawn.items():
         if (RESULTS / f"network-{name}.json").exists():

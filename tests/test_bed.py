@@ -78,9 +78,10 @@ def test_a_rate_that_tc_does_not_know_is_one_line():
     assert "Traceback" not in done.stderr
 
 
-def test_the_pages_tables_are_those_of_the_results():
-    text = (ROOT / "docs" / "performance.md").read_text()
-    assert text.count("<!-- table") == 12
+@pytest.mark.parametrize(("name", "tables"), list(zip(page.PAGES, (12, 1), strict=True)))
+def test_the_pages_tables_are_those_of_the_results(name: str, tables: int):
+    text = (ROOT / "docs" / name).read_text()
+    assert text.count("<!-- table") == tables
     assert page.filled_in(text) == text
 
 

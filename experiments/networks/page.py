@@ -130,10 +130,9 @@ def step_table() -> str:
     if not STEP_TIMES.exists():
         return NOT_YET
     seconds = json.loads(STEP_TIMES.read_text())["seconds"]
-    beside = [name for name in seconds if "big batch" in name or "graph" in name]
-    return tables.as_text(
-        [{"a step": name, "ms": f"{1e3 * s:.2f}", **{f"x {other}": f"{s / seconds[other]:.2f}" for other in beside}} for name, s in seconds.items()]
-    )
+    others = [name for name in seconds if "big batch" in name or "graph" in name]
+    rows = [{"a step": name, "ms": f"{1e3 * s:.2f}", **{f"x {o}": f"{s / seconds[o]:.2f}" for o in others}} for name, s in seconds.items()]
+    return tables.as_text(rows)
 
 
 def filled_in(text: str, images: Store, words: Store) -> str:
