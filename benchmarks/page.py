@@ -1,4 +1,4 @@
-"""Writes tables of docs/performance.md and docs/reliability.md from benchmarks/results, so that no figure there is typed in, and draws pictures:
+"""Writes tables of docs/performance.md and reliability.md from benchmarks/results, so that no figure there is typed in, and draws pictures:
 
 python benchmarks/page.py            # rewrite what stands between <!-- table X --> and <!-- end -->
 """
@@ -112,9 +112,9 @@ def soak(results: dict[str, Any]) -> list[list[str]]:
     what = f"{results['processes']} processes, {results['steps']:,} steps"
     rows = [[what, "seconds", "starts", "from step", "accuracy", "memory of a process: largest growth"]]
     for name in ("undisturbed", "killed"):
-        end = results[name]
-        starts = ", ".join(str(step) for step in end["starts"])
-        rows.append([name, f"{end['seconds']:.0f}", str(len(end["starts"])), starts, f"{end['accuracy']:.1%}", f"{max(end['memory']):+.2%}"])
+        end, starts = results[name], results[name]["starts"]
+        cells = [f"{end['seconds']:.0f}", str(len(starts)), ", ".join(map(str, starts)), f"{end['accuracy']:.1%}"]
+        rows.append([name, *cells, f"{max(end['memory']):+.2%}"])
     return rows
 
 
