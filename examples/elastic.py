@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -78,8 +77,6 @@ def main() -> None:
         print(f"accuracy of the mean model: {accuracy:.1%}", flush=True)
     dist.barrier()
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # with scikit-learn loaded, torch 2.13 now and then aborts while the interpreter shuts down
 
 
 if __name__ == "__main__":

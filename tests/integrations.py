@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import rumor
-from tests.aborts import once_more_after_an_abort
 
 ROOT = Path(__file__).parent.parent
 N, BATCH, BATCHES = 4, 3, 7  # nodes; samples in a batch; batches of each node in an epoch
@@ -82,7 +81,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-@once_more_after_an_abort
 def run(arguments: list[str], folder: Path, deadline: float = 100) -> str:
     done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=deadline, env=environment())
     assert done.returncode == 0, done.stderr[-8000:]

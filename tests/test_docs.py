@@ -13,7 +13,6 @@ import pytest
 
 import rumor
 from rumor.cli import main
-from tests.aborts import once_more_after_an_abort
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,7 +47,6 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("rumor ") or (line.startswith("torchrun --standalone") and "-m rumor" in line)]
 
 
-@once_more_after_an_abort
 def printed(arguments: list[str], folder: Path) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)

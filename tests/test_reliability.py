@@ -389,3 +389,38 @@ def test_a_door_is_open_while_its_process_lives() -> None:
         child.kill()
         child.communicate()
     assert doors.gone([doors.address(), at]) == {1: "its process is gone"}
+
+
+OUTLIVED = """
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import rumor
+
+
+def threads_of_gloo():
+    return [name for path in Path("/proc/self/task").iterdir() if "gloo" in (name := (path / "comm").read_text())]
+
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+averager = rumor.Averager(torch.nn.Linear(2, 1), rumor.gossip_pga(rumor.ring(1), 2))
+averager.step()
+averager.step()
+print(len(threads_of_gloo()))
+dist.destroy_process_group()
+print(len(threads_of_gloo()))
+try:
+    averager.engine.group
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_an_averager_keeps_no_thread_of_a_group_that_was_destroyed() -> None:
+    """One that is there when the interpreter ends can abort the process, after all was done."""
+    done = subprocess.run([sys.executable, "-c", OUTLIVED], capture_output=True, text=True, timeout=60, check=True)
+    before, after, error = done.stdout.splitlines()
+    assert int(before) > int(after) == 0
+    assert "was destroyed: make a new one" in error

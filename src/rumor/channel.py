@@ -157,6 +157,13 @@ class Alarm:
         """The alarm as it stands, [1] in float64, for all nodes to compare."""
         return torch.tensor([self.earliest], dtype=torch.float64)
 
+    def error(self, alarm: float) -> FloatingPointError:
+        k, node = divmod(int(alarm), self.n)
+        return FloatingPointError(
+            f"the model of node {node} was not finite (NaN or Inf) when it was sent at step {k}; it was kept from spreading, and all ranks "
+            "stop here: go back to the last checkpoint, with a lower learning rate or clipped gradients"
+        )
+
     # ---- inside a node of several ranks, each of which hears of its own part of the model alone
 
     def is_settled(self, alarm: Tensor) -> None:

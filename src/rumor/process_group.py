@@ -47,7 +47,7 @@ class ProcessGroup:
     def __init__(self, group: Group | None = None, local_group: Group | None = None):
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError("no process group: call torch.distributed.init_process_group() first (torchrun sets its variables)")
-        self.group = group or dist.distributed_c10d._get_default_group()
+        self._group = weakref.ref(group or dist.distributed_c10d._get_default_group())
         self.n = dist.get_world_size(self.group)
         self.rank = dist.get_rank(self.group)
         if local_group is not None and group is None:
@@ -185,6 +185,13 @@ class ProcessGroup:
         self._alarm = Alarm(self.n) if self._is_host else DeviceAlarm(self.n, self.device)
 
     @property
+    def group(self) -> Group:
+        """torch's to keep: the threads of one that outlives destroy_process_group() can abort the process at its end."""
+        if (group := self._group()) is None:
+            raise ValueError("the process group of this Averager was destroyed: make a new one, and a new Averager over it")
+        return group
+
+    @property
     def ranks(self) -> list[int]:
         """Of its members, among all processes."""
         return dist.get_process_group_ranks(self.group)
@@ -200,15 +207,15 @@ class ProcessGroup:
         """Raises if a global round, over some part of the model, found it not finite. Waits for the device, as global rounds do."""
         alarm = self._alarm.wait_for_settled()
         if alarm < math.inf:
-            raise self._not_finite(int(alarm))
+            raise self._alarm.error(alarm)
 
     def raise_alarm(self, k: int, topology: Topology) -> None:
         """Raises if some node's model is not finite and word of it has had time to reach all, who then raise at this same step."""
         alarm = self._alarm.look()
         if self._alarm.settled < math.inf:
-            raise self._not_finite(int(self._alarm.settled))
+            raise self._alarm.error(self._alarm.settled)
         if alarm < math.inf and topology.reach is not None and k >= alarm // self.n + topology.reach:
-            raise self._not_finite(int(alarm))
+            raise self._alarm.error(alarm)
 
     # ---- below -----------------------------------------------------------------------------------------------------------------
 
@@ -315,14 +322,8 @@ class ProcessGroup:
         first = self._alarm.settle()
         self._guard(lambda: dist.all_reduce(first, dist.ReduceOp.MIN, group=self.group), doing)
         if self.inside is None:
-            raise self._not_finite(int(first))
+            raise self._alarm.error(float(first))
         self._alarm.is_settled(first)  # the other ranks of the node do not know yet: all raise once it has shared its parts
-
-    def _not_finite(self, alarm: int) -> FloatingPointError:
-        return FloatingPointError(
-            f"the model of node {alarm % self.n} was not finite (NaN or Inf) when it was sent at step {alarm // self.n}; it was kept from "
-            "spreading, and all ranks stop here: go back to the last checkpoint, with a lower learning rate or clipped gradients"
-        )
 
 
 def _check_alike(said: list[dict[str, str]]) -> None:
