@@ -34,6 +34,14 @@ def six() -> Iterator[Cluster]:
     cluster.stop(kill=True)
 
 
+@pytest.fixture
+def brittle() -> Iterator[Cluster]:
+    """Four processes of their own for what may break them; a time-out of 6 s."""
+    cluster = Cluster(4, timeout=6.0)
+    yield cluster
+    cluster.stop(kill=True)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -89,3 +90,15 @@ def run(arguments: list[str], folder: Path, deadline: float = 100) -> str:
 
 def torchrun(script: Path, *arguments: str, folder: Path, n: int = N, deadline: float = 100) -> str:
     return run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(script), *arguments], folder, deadline)
+
+
+def folder_after(script: str) -> Any:
+    """A fixture: where four processes have run tests/`script`."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp(script)
+        torchrun(ROOT / "tests" / script, str(folder), folder=folder, deadline=110)
+        return folder
+
+    return folder

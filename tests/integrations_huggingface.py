@@ -95,6 +95,8 @@ def refused(folder: Path) -> dict[str, str]:
     lost = folder / "lost" / "checkpoint-10"
     if dist.get_rank() == 0:
         shutil.copytree(folder / "checkpoint-10", lost, ignore=shutil.ignore_patterns("rumor_*.pt"))
+        shutil.copytree(folder / "checkpoint-10", cut := folder / "cut" / "checkpoint-10")
+        (cut / "rumor_2.pt").write_bytes((cut / "rumor_2.pt").read_bytes()[:1000])
     dist.barrier()
     said = {}
     arguments = TrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none", disable_tqdm=True)
@@ -102,6 +104,7 @@ def refused(folder: Path) -> dict[str, str]:
         "Trainer": lambda: Trainer(Model(), arguments, train_dataset=Samples(7), callbacks=[RumorCallback(PGA)]).train(),
         "no callback": lambda: RumorTrainer(Model(), arguments, train_dataset=Samples(7)).train(),
         "lost": lambda: trained(DELAYED, folder, resume=lost, num_train_epochs=2),
+        "cut": lambda: trained(DELAYED, folder, resume=folder / "cut" / "checkpoint-10", num_train_epochs=2),
         "prepare": lambda: rumor.Averager(Accelerator(cpu=True).prepare(network()), PGA),
     }.items():
         try:

@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -170,14 +170,6 @@ def test_a_method_that_cannot_be_is_refused(build: Callable[[], Any], says: str)
 
 
 # ---- a model that is not finite -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def brittle() -> Iterator[Cluster]:
-    """Processes of their own for what may break them; a time-out of 6 s."""
-    cluster = Cluster(N, timeout=6.0)
-    yield cluster
-    cluster.stop(kill=True)
 
 
 def poisoned(rank: int, name: str, bad: float) -> tuple[str, int, bool]:

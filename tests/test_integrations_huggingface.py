@@ -8,17 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integrations import ROOT, flat, network, torchrun
+from tests.integrations import flat, folder_after, network
 
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where four processes have run tests/integrations_huggingface.py."""
-    folder = tmp_path_factory.mktemp("huggingface")
-    torchrun(ROOT / "tests" / "integrations_huggingface.py", str(folder), folder=folder, deadline=110)
-    return folder
+folder = folder_after("integrations_huggingface.py")
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +61,7 @@ def test_evaluation_and_checkpoints_are_of_the_mean_model(ranks: Ranks, folder: 
         ("Trainer", r"in a Trainer that puts the model into DistributedDataParallel.*: use rumor.integrations.huggingface.RumorTrainer"),
         ("no callback", r"this Trainer has 0 RumorCallbacks: give it callbacks=\[RumorCallback\(algorithm\)\]"),
         ("lost", r"rumor_\d.pt, which this rank needs to resume, is not there: .*resume_from_mean=True"),
+        ("cut", r"rumor_2.pt is cut short or damaged, so it can't be loaded: go back to an earlier checkpoint"),
         ("prepare", r"already in DistributedDataParallel over ranks \[0, 1, 2, 3\].*: take it out"),
     ],
 )

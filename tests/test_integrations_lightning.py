@@ -8,17 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integrations import BATCHES, ROOT, flat, network, optimizer, torchrun
+from tests.integrations import BATCHES, flat, folder_after, network, optimizer
 
 Ranks = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where four processes have run tests/integrations_lightning.py."""
-    folder = tmp_path_factory.mktemp("lightning")
-    torchrun(ROOT / "tests" / "integrations_lightning.py", str(folder), folder=folder, deadline=110)
-    return folder
+folder = folder_after("integrations_lightning.py")
 
 
 @pytest.fixture(scope="module")

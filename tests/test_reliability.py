@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,6 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from bed import Bed, free_port  # noqa: E402
 
 RING = rumor.ring(N)
-
-
-@pytest.fixture
-def brittle() -> Iterator[Cluster]:
-    """Processes of their own for what may break them; a time-out of 6 s."""
-    cluster = Cluster(N, timeout=6.0)
-    yield cluster
-    cluster.stop(kill=True)
 
 
 # ---- on hosts of their own -----------------------------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
-import zipfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from rumor.averager import Averager
 from rumor.checks import is_averaged
-from rumor.files import replacing
+from rumor.files import loaded, replacing
 
 FORMAT = 1
 LATEST = "latest.json"
@@ -89,13 +90,7 @@ def load(folder: str | Path, averager: Averager, **others: Stateful) -> Any:
     if latest["ranks_of_a_node"] != averager.local_size:
         was, now = latest["ranks_of_a_node"], averager.local_size
         raise ValueError(f"{latest['name']} was saved with {was} ranks a node, and this run has {now}: start it with {was}")
-    try:
-        state = _state_for(averager, folder / latest["name"], latest["nodes"], others)
-    except (OSError, ValueError) as error:
-        problem = error
-    averager.meet({"checkpoint, when they read it": str(problem)}, "reading a checkpoint")
-    if problem is not None:
-        raise problem
+    state = read_by_all(averager, partial(_state_for, averager, folder / latest["name"], latest["nodes"], others))
     averager.model.load_state_dict(state["model"])
     if latest["nodes"] == averager.engine.n:
         averager.load_state_dict(state["averager"])
@@ -105,6 +100,19 @@ def load(folder: str | Path, averager: Averager, **others: Stateful) -> Any:
     for name, other in others.items():
         other.load_state_dict(state["others"][name])
     return state["position"]
+
+
+def read_by_all(averager: Averager, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `read` returns on this rank. If it fails on one, all of them raise, and none changes its model."""
+    state, problem = {}, None
+    try:
+        state = read()
+    except (OSError, ValueError) as error:
+        problem = error
+    averager.meet({"checkpoint, when they read it": str(problem)}, "reading a checkpoint")
+    if problem is not None:
+        raise problem
+    return state
 
 
 def _state_for(averager: Averager, folder: Path, nodes: int, others: dict[str, Stateful]) -> dict[str, Any]:
@@ -149,14 +157,9 @@ def _latest(folder: Path) -> dict[str, Any] | None:
 def _read(path: Path, others: dict[str, Stateful]) -> dict[str, Any]:
     """A file that is whole, is ours, and has what is asked for."""
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = loaded(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: the folder must be on storage that all nodes see") from None
-    except Exception as error:  # torch.load raises what its reader raises: KeyError, EOFError, UnpicklingError, RuntimeError ...
-        what = "is cut short or damaged" if not zipfile.is_zipfile(path) else "holds more than tensors and plain values"
-        raise ValueError(
-            f"{path} {what}, so it can't be loaded: go back to an earlier checkpoint ({str(error).splitlines()[0]})"
-        ) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT or "averager" not in state:
         raise ValueError(f"{path} is no checkpoint of rumor.save(), or one of another version")
     if missing := sorted(set(others) - set(state["others"])):

@@ -1,11 +1,15 @@
-"""Files that are whole or not there: written aside, then renamed."""
+"""Files that are whole or not there: written aside, then renamed; and refused in one line when they are neither whole nor ours."""
 
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+import torch
 
 
 @contextmanager
@@ -30,6 +34,19 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         _to_disk(target.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def loaded(path: Path) -> Any:
+    """What torch.save() wrote, on the CPU, as tensors and plain values: code in it is never run."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, PermissionError):
+        raise
+    except Exception as error:  # torch.load raises what its reader raises: OSError, KeyError, EOFError, RuntimeError ...
+        what = "is cut short or damaged" if not zipfile.is_zipfile(path) else "holds more than tensors and plain values"
+        raise ValueError(
+            f"{path} {what}, so it can't be loaded: go back to an earlier checkpoint ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def _to_disk(path: Path) -> None:

@@ -138,12 +138,12 @@ class Run:
         # all that can be refused comes before the first change
         buckets = {name: _cut_like(saved["buckets"][name], tensors) for name, tensors in state.buckets.items()}
         flight = None if saved["flight"] is None else self._restored(saved["flight"])
-        wait_for(state.flight, or_fail=False)  # its buffers are about to be used again
+        self.abandon()  # its buffers are about to be used again
         for name, tensors in state.buckets.items():
             for tensor, value in zip(tensors, buckets[name], strict=True):
                 tensor.copy_(value)
         state.scalars = {name: saved["scalars"][name].to(tensor, copy=True) for name, tensor in state.scalars.items()}
-        state.schedule, state.flight, state.expecting = ScheduleState(**saved["schedule"]), flight, False
+        state.schedule, state.flight = ScheduleState(**saved["schedule"]), flight
         self.metrics.rounds.clear()
         self.metrics.rounds.update(saved["rounds"])
         self.metrics.bytes_sent = saved["bytes_sent"]

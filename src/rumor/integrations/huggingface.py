@@ -7,8 +7,8 @@ model; what differs between ranks lies in the same folder, one file a rank, so t
 
 from __future__ import annotations
 
-import functools
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rumor.algorithm import Algorithm
 from rumor.averager import Averager
-from rumor.files import replacing
+from rumor.checkpoint import read_by_all
+from rumor.files import loaded, replacing
 
 
 def without_ddp(accelerator: Accelerator) -> Accelerator:
     """From now on, prepare() leaves a model without DistributedDataParallel; device, mixed precision and data are as ever."""
-    accelerator.prepare_model = functools.partial(accelerator.prepare_model, evaluation_mode=True)
+    accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
     return accelerator
 
 
@@ -60,7 +61,8 @@ class RumorCallback(TrainerCallback):
                 "data: on CPUs, say TrainingArguments(use_cpu=True)"
             )
         if self.checkpoint is not None and not self._resume_from_mean:
-            self._resume(rank_file(self.checkpoint, args.process_index), kwargs["model"], kwargs["optimizer"])
+            own = read_by_all(self.averager, partial(_read, rank_file(self.checkpoint, args.process_index)))
+            self._resume(own, kwargs["model"], kwargs["optimizer"])
         self.checkpoint = None
 
     def on_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -89,13 +91,7 @@ class RumorCallback(TrainerCallback):
         with replacing(path) as aside:
             torch.save(own, aside)
 
-    def _resume(self, path: Path, model: nn.Module, optimizer: Any) -> None:
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{path.parent} holds the mean model, but {path.name}, which this rank needs to resume, is not there: bring that file "
-                "along, or let all ranks start from the mean with RumorCallback(..., resume_from_mean=True)"
-            )
-        own = torch.load(path, map_location="cpu", weights_only=True)
+    def _resume(self, own: dict[str, Any], model: nn.Module, optimizer: Any) -> None:
         model.load_state_dict(own["model"])
         optimizer.load_state_dict(own["optimizer"])
         if own["scaler"] is not None and getattr(optimizer, "scaler", None) is not None:
@@ -159,6 +155,17 @@ class WithRumor:
 
 class RumorTrainer(WithRumor, Trainer):
     """transformers' Trainer, whose processes each train a model of their own: see RumorCallback."""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A rank's own part of a checkpoint."""
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path.parent} holds the mean model, but {path.name}, which this rank needs to resume, is not there: bring that file "
+            "along, or let all ranks start from the mean with RumorCallback(..., resume_from_mean=True)"
+        )
+    own: dict[str, Any] = loaded(path)
+    return own
 
 
 def rank_file(checkpoint: Path, rank: int) -> Path:
