@@ -208,7 +208,13 @@ def test_a_killed_worker_ends_the_demo_with_one_line(tmp_path: Path) -> None:
 @on_linux
 @pytest.mark.parametrize(
     ("number", "to_all", "code"),
-    [(signal.SIGINT, True, 130), (signal.SIGINT, False, 130), (signal.SIGTERM, False, 143), (signal.SIGKILL, False, -9)],
+    [
+        (signal.SIGINT, True, 130),
+        (signal.SIGINT, False, 130),
+        (signal.SIGTERM, False, 143),
+        (signal.SIGHUP, False, 129),
+        (signal.SIGKILL, False, -9),
+    ],
 )
 def test_a_stopped_demo_leaves_no_process(tmp_path: Path, number: int, to_all: bool, code: int) -> None:
     """Ctrl-C on a terminal goes to all processes at once, `kill` to one."""

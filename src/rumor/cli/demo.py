@@ -53,14 +53,18 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     topology, methods = _prepared(options)
-    folder = _writable(options.out)
+    with _folder_to_fill(options.out) as folder:
+        return _trained_and_shown(options, topology, methods, folder)
+
+
+def _trained_and_shown(options: argparse.Namespace, topology: Topology, methods: list[Method], folder: Path) -> int:
     digits = split_by_label(options.nodes, options.seed)
     without_picture = _why_no_picture()
     if without_picture:
         print(f"rumor demo: there will be no picture: {without_picture}", file=sys.stderr)
     task = Task(methods, options.steps, watched_steps(options.steps), options.seed)
     try:
-        with _ended_by_sigterm():
+        with _ended_by_signals():
             results = _trained(task, digits)
     except ProcessError as error:
         print(f"rumor demo: error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -99,14 +103,22 @@ def _prepared(options: argparse.Namespace) -> tuple[Topology, list[Method]]:
     return topology, [known.build(name, topology, options.H, options.delay, options.steps) for name in names]
 
 
-def _writable(out: str) -> Path:
+@contextmanager
+def _folder_to_fill(out: str) -> Iterator[Path]:
+    """Found out before any process is started; if nothing comes of it in the end, it is not left behind."""
     folder = Path(out)
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
-            return folder
+            pass
     except OSError as error:
         raise ValueError(f"--out {out}: this folder can't be made or written to ({error.strerror}): name another") from None
+    try:
+        yield folder
+    finally:
+        if is_new and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _why_no_picture() -> str | None:
@@ -118,8 +130,8 @@ def _why_no_picture() -> str | None:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM, too, ends the block as an exception does, so that no process is left."""
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM, and SIGHUP when the terminal goes, end the block as an exception does, so that no process is left."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -127,11 +139,12 @@ def _ended_by_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # where no handler can be set
         yield
         return
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _trained(task: Task, digits: Sequence[Digits]) -> list[Result]:
