@@ -396,9 +396,13 @@ def threads_of_gloo():
 
 
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-averager = rumor.Averager(torch.nn.Linear(2, 1), rumor.gossip_pga(rumor.ring(1), 2))
-averager.step()
-averager.step()
+model = torch.nn.Linear(2, 1)
+averager = rumor.Averager(model, rumor.gossip_pga(rumor.ring(1), 2))
+opt = torch.optim.SGD(model.parameters(), lr=0.1)  # whose first step imports much of torch, with defaults that may hold the group
+for _ in range(2):
+    model(torch.ones(2)).sum().backward()
+    opt.step()
+    averager.step()
 print(len(threads_of_gloo()))
 dist.destroy_process_group()
 print(len(threads_of_gloo()))
