@@ -42,7 +42,7 @@ def started(folder: Path, processes: int, steps: int, restarts: int) -> subproce
 def step_of(folder: Path) -> int:
     """Of the latest checkpoint."""
     latest = folder / "checkpoints" / LATEST
-    return int(json.loads(latest.read_text())["name"].removeprefix("step-")) if latest.exists() else 0
+    return int(json.loads(latest.read_text())["step"]) if latest.exists() else 0
 
 
 def wait_for(job: subprocess.Popen[str], folder: Path, step: int, deadline: float) -> bool:

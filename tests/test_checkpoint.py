@@ -4,7 +4,9 @@ import os
 import pickle
 import random
 import re
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,14 +111,14 @@ def test_with_fewer_nodes_all_go_on_from_the_mean(four: Cluster, three: Cluster,
         assert steps == STOP + 3  # the schedule goes on where it was
 
 
-def died_while_writing(rank: int, folder: str) -> None:
-    """Rank 2's disk is full the second time: the others wait for it in vain, as if it had died."""
+def died_while_writing(rank: int, folder: str, how: str, more_steps: int) -> None:
+    """Rank 2's disk is full the second time, or it is killed with half of its file written."""
     model, averager, opt = parts("gossip_pga")
     train(model, averager, opt, 0, 2)
     rumor.save(folder, averager, "first", optimizer=opt)
-    train(model, averager, opt, 2, 4)
+    train(model, averager, opt, 0, more_steps)
     if rank == 2:
-        rumor.checkpoint.torch.save = no_space
+        rumor.checkpoint.torch.save = no_space if how == "disk full" else last_breath
     rumor.save(folder, averager, "second", optimizer=opt)
 
 
@@ -125,21 +127,42 @@ def no_space(state: Any, path: Path) -> None:
     raise OSError(28, "No space left on device")
 
 
+def last_breath(state: Any, path: Path) -> None:
+    Path(path).write_bytes(b"half of it")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def position_in(rank: int, folder: str) -> Any:
     _model, averager, opt = parts("gossip_pga")
     return rumor.load(folder, averager, optimizer=opt)
 
 
-def test_the_checkpoint_before_is_intact_when_one_rank_can_not_write(four: Cluster, tmp_path: Path) -> None:
-    brittle = Cluster(N, timeout=4.0)
+def error_of(rank: int, function: Callable[..., Any], *arguments: Any) -> str:
     try:
-        errors = brittle.errors(died_while_writing, str(tmp_path))
-    finally:
-        brittle.stop(kill=True)
+        function(rank, *arguments)
+    except ConnectionError as error:
+        return str(error)
+    return "none"
+
+
+@pytest.mark.parametrize("more_steps", [2, 0])  # 0: the second is of the same step
+def test_the_checkpoint_before_is_intact_when_one_rank_can_not_write(
+    four: Cluster, brittle: Cluster, more_steps: int, tmp_path: Path
+) -> None:
+    errors = brittle.errors(died_while_writing, str(tmp_path), "disk full", more_steps)
     assert issubclass(errors[2][0], OSError)
     assert "No space left" in errors[2][1]
-    assert "waiting for all ranks to have written their checkpoints" in errors[0][1]
+    for rank in (0, 1, 3):
+        assert "outcome of writing a checkpoint: rank 0 has done, rank 2 has [Errno 28] No space left" in errors[rank][1]
     assert not list(tmp_path.rglob(".*.pt")), "what was half written is removed"
+    assert four.run(position_in, str(tmp_path)) == ["first"] * N
+
+
+@pytest.mark.parametrize("more_steps", [2, 0])
+def test_the_checkpoint_before_is_intact_when_one_rank_is_killed(four: Cluster, brittle: Cluster, more_steps: int, tmp_path: Path) -> None:
+    for text in brittle.survivors(2, error_of, died_while_writing, str(tmp_path), "killed", more_steps).values():
+        assert "writing a checkpoint" in text
+        assert "node 2 is lost (its process is gone)" in text
     assert four.run(position_in, str(tmp_path)) == ["first"] * N
 
 
@@ -161,36 +184,48 @@ def test_without_a_checkpoint_nothing_is_loaded(four: Cluster, tmp_path: Path) -
 
 
 class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: Path):
+        self.mark = mark
+
     def __reduce__(self) -> Any:
-        return os.system, ("touch owned",)
+        return os.system, (f"touch {self.mark}",)
 
 
 def broken(path: Path, how: str) -> None:
-    whole = path.read_bytes()
+    whole, mark = path.read_bytes(), path.parent / "owned"
     if how == "cut short":
         path.write_bytes(whole[: len(whole) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "a bit flipped":
+        at = whole.index(torch.load(path, weights_only=True)["model"]["0.weight"].numpy().tobytes())
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     elif how == "foreign":
         torch.save({"model": torch.ones(3)}, path)
     elif how == "code":
+        torch.save({"format": 2, "model": Evil(mark)}, path)
+    elif how == "plain code":
         with path.open("wb") as file:
-            pickle.dump(Evil(), file)
+            pickle.dump(Evil(mark), file)
     elif how == "missing":
         path.unlink()
 
 
 BROKEN = {
     "cut short": r"cut short or damaged.*go back to an earlier checkpoint",
+    "empty": r"cut short or damaged",
+    "a bit flipped": r"cut short or damaged",
     "foreign": r"no checkpoint of rumor.save\(\)",
-    "code": "can't be loaded",
+    "code": r"holds more than tensors and plain values, so it is not loaded",
+    "plain code": r"cut short or damaged",
     "missing": "must be on storage that all nodes see",
 }
 
 
 @pytest.mark.parametrize("how", BROKEN)
-def test_a_file_that_is_not_whole_or_not_ours_is_refused_on_every_rank(
-    four: Cluster, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_that_is_not_whole_or_not_ours_is_refused_on_every_rank(four: Cluster, how: str, tmp_path: Path) -> None:
     four.run(keeps, str(tmp_path))
     broken(tmp_path / "step-00000004" / "node-1-rank-0.pt", how)
     errors = four.errors(position_in, str(tmp_path))
@@ -205,13 +240,141 @@ def other_optimizer(rank: int, folder: str) -> None:
     rumor.load(folder, averager, optimizer=opt, scheduler=torch.optim.lr_scheduler.StepLR(opt, 1))
 
 
+def refusals(rank: int, folder: str) -> list[str]:
+    """What does not fit, one after the other; the last is that nothing has changed."""
+    model, averager, _opt = parts("gossip_pga")
+    before = flat(model).clone()
+    wide = nn.Linear(5, 7)
+    attempts: list[Callable[[], Any]] = [
+        lambda: rumor.load(folder, averager, optimizer=torch.optim.Adam(model.parameters())),
+        lambda: rumor.load(folder, averager, optimizer=torch.optim.SGD(model[0].parameters())),
+        lambda: rumor.load(folder, rumor.Averager(wide, ALGORITHMS["gossip_pga"]())),
+        lambda: rumor.load(folder, rumor.Averager(model, ALGORITHMS["slowmo"]())),
+        lambda: rumor.load(folder, averager, step=7),
+        lambda: rumor.load(folder, averager, optimizer=3),  # type: ignore[arg-type]
+        lambda: rumor.save(folder, averager, {"best": np.float64(1)}),
+        lambda: rumor.save(folder, averager, optimizer=torch.optim.SGD(model.parameters(), lr=np.float64(0.1))),
+    ]
+    said = []
+    for attempt in attempts:
+        try:
+            attempt()
+            said.append("nothing")
+        except (ValueError, TypeError) as error:
+            said.append(str(error))
+    with averager.averaged():
+        for attempt in (partial(rumor.save, folder, averager), partial(rumor.load, folder, averager)):
+            with pytest.raises(RuntimeError, match=r"inside averaged\(\)"):
+                attempt()
+    return [*said, str(torch.equal(flat(model), before))]
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_changed(four: Cluster, tmp_path: Path) -> None:
+    four.run(keeps, str(tmp_path))
+    there = sorted(path.name for path in tmp_path.rglob("*"))
+    for said in four.run(refusals, str(tmp_path)):
+        for expected, text in zip(
+            [
+                "has the state of optimizer as a SGD, but it is a Adam here",
+                "has optimizer with groups of [6] parameters, but they are of [2] here",
+                "is of another model: its weight has shape none, and here it has [7, 5]",
+                "but the algorithm here is SlowMo",
+                "has no checkpoint after 7 steps, only those after: 3, 4",
+                "optimizer= needs state_dict() and load_state_dict()",
+                "since position holds more than tensors and plain values",
+                "since optimizer holds more than tensors and plain values",
+                "True",
+            ],
+            said,
+            strict=True,
+        ):
+            assert expected in text, text
+    assert there == sorted(path.name for path in tmp_path.rglob("*") if path.is_file() or any(path.iterdir()))
+
+
+def two_of_one_step(rank: int, folder: str) -> tuple[Any, Any, Any]:
+    model, averager, opt = parts("gossip_pga")
+    train(model, averager, opt, 0, 2)
+    rumor.save(folder, averager, "early", optimizer=opt)
+    train(model, averager, opt, 2, 4)
+    rumor.save(folder, averager, optimizer=opt, keep=3)
+    averager.finish()
+    rumor.save(folder, averager, "finished", optimizer=opt, keep=3)
+    loads = (rumor.load(folder, averager, optimizer=opt), rumor.load(folder, averager, step=2, optimizer=opt))
+    assert averager.steps == 2
+    rumor.save(folder, averager, optimizer=opt, keep=1)
+    return *loads, rumor.load(folder, averager, optimizer=opt)
+
+
+def test_every_checkpoint_is_a_folder_of_its_own_and_an_earlier_one_can_be_asked_for(four: Cluster, tmp_path: Path) -> None:
+    assert four.run(two_of_one_step, str(tmp_path)) == [("finished", "early", 2)] * N
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "step-00000002.1"]
+
+
+def lazily(rank: int, folder: str) -> bool:
+    """A step is under way when the checkpoint is loaded."""
+    torch.manual_seed(1)
+    model = nn.Linear(30, 30)
+    averager = rumor.Averager(model, rumor.gossip_pga(rumor.ring(N), 30), lazy=True)
+    opt = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+
+    def step() -> None:
+        opt.zero_grad()
+        model(torch.randn(4, 30)).square().mean().backward()
+        opt.step()
+        averager.step()
+
+    step()
+    rumor.save(folder, averager, optimizer=opt)
+    saved = flat(model).clone()
+    step()
+    rumor.load(folder, averager, optimizer=opt)
+    averager.settle()
+    return torch.equal(flat(model), saved)
+
+
+def test_a_step_that_is_under_way_leaves_no_trace_in_what_is_loaded(four: Cluster, tmp_path: Path) -> None:
+    assert four.run(lazily, str(tmp_path)) == [True] * N
+
+
+def saved_with_a_bad_node(rank: int, folder: str) -> None:
+    model = nn.Linear(3, 2)
+    averager = rumor.Averager(model, rumor.local_sgd(N, 10))
+    with torch.no_grad():
+        model.weight.fill_(float("nan") if rank == 1 else float(rank))
+    for _ in range(4):
+        averager.step()
+    rumor.save(folder, averager)
+
+
+def went_on_with_another_period(rank: int, folder: str) -> tuple[float, int]:
+    model = nn.Linear(3, 2)
+    averager = rumor.Averager(model, rumor.gossip_pga(rumor.ring(3), 3))
+    assert rumor.load(folder, averager) == 4
+    weight = float(model.weight.detach()[0, 0])
+    for _ in range(6):
+        averager.step()
+    assert averager.metrics.H == 3
+    return weight, averager.metrics.rounds["global"]
+
+
+def test_with_fewer_nodes_a_bad_model_is_left_out_and_a_shorter_period_holds(four: Cluster, three: Cluster, tmp_path: Path) -> None:
+    four.run(saved_with_a_bad_node, str(tmp_path))
+    assert three.run(went_on_with_another_period, str(tmp_path)) == [(pytest.approx(5 / 3), 2)] * 3
+
+
 def test_what_was_not_saved_is_named(four: Cluster, tmp_path: Path) -> None:
     four.run(keeps, str(tmp_path))
     for _, text in four.errors(other_optimizer, str(tmp_path)):
         assert "has no state of scheduler: it was saved with optimizer" in text
 
 
-def test_a_foreign_folder_is_refused(four: Cluster, tmp_path: Path) -> None:
-    (tmp_path / "latest.json").write_text("[1, 2]")
+@pytest.mark.parametrize(
+    "foreign",
+    ["[1, 2]", "", '{"format": 2}', '{"format": 2, "name": "step-00000001", "step": 1, "nodes": 0, "ranks_of_a_node": 1, "earlier": []}'],
+)
+def test_a_foreign_folder_is_refused(four: Cluster, foreign: str, tmp_path: Path) -> None:
+    (tmp_path / "latest.json").write_text(foreign)
     for _, text in four.errors(position_in, str(tmp_path)):
         assert "is not what rumor.save() writes" in text

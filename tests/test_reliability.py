@@ -155,7 +155,7 @@ def started(folder: Path, *options: str) -> subprocess.Popen[str]:
 
 def wait_for_step(folder: Path, step: int) -> None:
     ends = time.monotonic() + 60
-    while not (folder / "latest.json").exists() or int(json.loads((folder / "latest.json").read_text())["name"][5:]) < step:
+    while not (folder / "latest.json").exists() or json.loads((folder / "latest.json").read_text())["step"] < step:
         assert time.monotonic() < ends, "no checkpoint"
         time.sleep(0.02)
 

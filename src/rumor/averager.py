@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rumor.algorithm import Algorithm, check_algorithm
+from rumor.channel import size
 from rumor.checks import check_model, check_options, described, is_averaged, trained_and_frozen
 from rumor.flat import Flat, Places, as_real
 from rumor.metrics import Metrics
@@ -22,6 +24,7 @@ from rumor.under_forward import UnderForward
 from rumor.version import VERSION
 
 Batch = TypeVar("Batch")
+T = TypeVar("T")
 
 
 class Averager:
@@ -70,6 +73,7 @@ class Averager:
             check_options(algorithm, self.engine.n, lazy, rescue, is_shared=local_group is not None)
             _, self._frozen = trained_and_frozen(model)
             setup = {"version of Rumor": VERSION, "algorithm": repr(algorithm), "model": described(model)}
+            setup["rescue= (is one given?)"] = str(rescue is not None)
             if local_group is not None:
                 setup["layout in memory"] = layouts(model)
         except (TypeError, ValueError) as error:
@@ -122,17 +126,15 @@ class Averager:
             lr: the current learning rate; SlowMo needs it, others ignore it.
         """
         k = self._run.k
-        try:
-            self._step(loss, lr)
-        except FloatingPointError as error:
-            if self._rescue is None:
-                raise
-            self._take_mean_of_finite(error)
-            if self._run.k == k:  # a global round is where it was found out, and has yet to be
+
+        def step() -> None:
+            if self._run.k == k:  # else it was found out when this step was done
                 self._step(loss, lr)
 
+        self._or_rescue(step)
+
     def _step(self, loss: Tensor | float | None, lr: float | None) -> None:
-        self._refuse_in_averaged("step()")
+        self.refuse_in_averaged("step()")
         self._find_tensors(all_of_them=self._run.round() == "global")
         self._run.begin(self._as_scalar(loss), lr)
         replaces_buffers = self._run.round() == "global" and len(self._b)  # which a forward would have updated by then
@@ -154,11 +156,21 @@ class Averager:
                     self._share_all()
             self.engine.raise_alarm(k, self._run.algorithm.topology)
 
+    def _or_rescue(self, do: Callable[[], T]) -> T:
+        """With `rescue`: if some node's model turns out not to be finite, all go on from the mean of the others, and do it again."""
+        try:
+            return do()
+        except FloatingPointError as error:
+            if self._rescue is None:
+                raise
+            self._take_mean_of_finite(error)
+            return do()
+
     def _take_mean_of_finite(self, error: FloatingPointError) -> None:
         """All nodes go on from the mean of those whose models are finite. Every rank comes here at the same step."""
         assert self._rescue is not None
-        is_finite = all(bool(t.isfinite().all()) for t in self._trained.tensors())
         self._run.abandon()
+        is_finite = all(math.isfinite(size(self._x.read(b))) for b in range(len(self._x)))  # as the others have judged it
         self.engine.forget_alarm()
         if self._run.take_mean_of(is_finite) == 0:
             raise error
@@ -172,9 +184,9 @@ class Averager:
         """After a global round, inside the node: float buffers have changed, too, and alarms are settled."""
         self._node.share(self._part, self._buffer_part, settle=True)
 
-    def _refuse_in_averaged(self, what: str) -> None:
+    def refuse_in_averaged(self, what: str) -> None:
         if self._showing_mean:
-            raise RuntimeError(f"{what} inside averaged() would be undone when it ends: leave the block first")
+            raise RuntimeError(f"{what} inside averaged(), where the model is not this node's own and is put back in the end: leave it")
 
     def _find_tensors(self, all_of_them: bool = True) -> None:
         """Parameters must be where they were, since the optimizer has them too; buffers may have been replaced, as some models do.
@@ -215,16 +227,17 @@ class Averager:
     @ordinary_tensors()
     def finish(self) -> None:
         """Waits for what is in flight or expected, then averages once more: all nodes end with the same model. A collective."""
-        self._refuse_in_averaged("finish()")
+        self.refuse_in_averaged("finish()")
         self._find_tensors()
-        self._run.finish()
+        self._or_rescue(self._run.finish)
         self._share_all()
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """`batches` for as long as every node has one, so that nobody waits for a node that has run out. A collective, in every turn.
 
         Every rank loops over its own: `for x, y in averager.join(loader)`. All loops end together, with the shortest; what is left over of
-        the others is dropped (shuffle, and it is another part each epoch). Whether all have the next batch is asked while this one trains.
+        the others is dropped (shuffle, and it is another part each epoch). Whether all have the next batch is asked while this one trains,
+        so `batches` is one ahead of the loop: a checkpoint from inside it should count batches, and not save the loader's own state.
         """
         end = object()
         ahead = iter(batches)
@@ -239,23 +252,30 @@ class Averager:
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside, the model holds the mean of all nodes (to evaluate or save it); after, its own again. A collective."""
-        self._refuse_in_averaged("averaged()")
+        self.refuse_in_averaged("averaged()")
         with ordinary_tensors():
             self._find_tensors()
             tensors = [as_real(t) for t in (*self._trained.tensors(), *self._buffers.tensors())]
-            own = [t.clone() for t in tensors]
+            own = self._or_rescue(lambda: self._taken_for_mean(tensors))
         try:
             self._showing_mean = True
-            with ordinary_tensors():
-                self._run.show_mean()
-                self._share_all()
             yield
         finally:
             self._showing_mean = False
             reshard(self._model)  # what FSDP has gathered inside is the mean
             with ordinary_tensors():
-                for t, value in zip(tensors, own, strict=True):
-                    t.copy_(value)
+                _put_back(tensors, own)
+
+    def _taken_for_mean(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The model becomes the mean of all nodes'; returns what `tensors` held."""
+        own = [t.clone() for t in tensors]
+        try:
+            self._run.show_mean()
+            self._share_all()
+        except BaseException:
+            _put_back(tensors, own)
+            raise
+        return own
 
     @ordinary_tensors()
     def consensus_distance(self) -> float:
@@ -273,9 +293,8 @@ class Averager:
     @ordinary_tensors()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from `state`. Build the Averager first, then load model, optimizer and averager."""
-        here = self.engine.rank, self._node.local_rank
-        if isinstance(state, dict) and (there := (state.get("rank", here[0]), state.get("local_rank"))) != here:
-            raise ValueError(f"this is the state of {_named(*there)}, but this is {_named(*here)}: each rank loads its own")
+        self.refuse_in_averaged("load_state_dict()")
+        self.check_state(state)
         self.settle()
         self._run.load_state_dict(state)
         self.engine.forget_alarm()
@@ -288,6 +307,19 @@ class Averager:
         self.engine.forget_alarm()
 
     # ---- for checkpoints
+
+    def check_state(self, state: dict[str, Any]) -> None:
+        """Raises if it is not of this rank and this algorithm."""
+        here = self.engine.rank, self._node.local_rank
+        if isinstance(state, dict) and (there := (state.get("rank", here[0]), state.get("local_rank"))) != here:
+            raise ValueError(f"this is the state of {_named(*there)}, but this is {_named(*here)}: each rank loads its own")
+        self._run.check_state(state)
+
+    def from_first(self, number: int) -> int:
+        """The number that rank 0 of node 0 has. A collective."""
+        value = torch.tensor([number])
+        self._node.broadcast([value])
+        return int(value)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -306,6 +338,11 @@ class Averager:
     def meet(self, values: dict[str, str], doing: str) -> None:
         """None leaves before all have come; raises on every rank unless all bring the same values. A collective."""
         self._node.meet(values, doing)
+
+
+def _put_back(tensors: list[Tensor], values: list[Tensor]) -> None:
+    for t, value in zip(tensors, values, strict=True):
+        t.copy_(value)
 
 
 def _named(rank: int, local_rank: int | None) -> str:

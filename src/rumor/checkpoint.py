@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +20,13 @@ from torch import Tensor
 from rumor.averager import Averager
 from rumor.checks import is_averaged
 from rumor.files import loaded, replacing
+from rumor.flat import is_sharded
 
-FORMAT = 1
+FORMAT = 2
 LATEST = "latest.json"
+NAME = re.compile(r"step-\d{8}(\.\d+)?")  # of a checkpoint's folder; a second one of the same step has a number of its own
+ENTRY = {"name": str, "step": int, "nodes": int, "ranks_of_a_node": int}  # what latest.json knows of a checkpoint
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
@@ -33,66 +40,59 @@ def save(folder: str | Path, averager: Averager, position: Any = None, *, keep: 
     """Writes the model, the Averager, random numbers and all of `others`, each rank its own file. A collective.
 
     A checkpoint counts once every rank's file is on disk: until then, and whenever a process dies before, the one before it stays the
-    latest. Nothing is pickled but tensors and plain values.
+    latest. What load() would refuse is refused here. If one rank can't write, all raise.
 
     Args:
         folder: the same on all ranks, on storage that all of them see.
         averager: whose model is saved with it.
-        position: where the data is, as plain values (epoch, batch): load() gives it back.
-        keep: so many checkpoints stay; older ones are removed.
-        others: what else has a state: optimizer=opt, scheduler=scheduler.
+        position: where the data is, as plain values (epoch, batch): load() gives it back. The number of steps so far, if None.
+        keep: so many checkpoints stay; others are removed.
+        others: what else has a state: optimizer=opt, scheduler=scheduler, scaler=scaler.
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got keep={keep}")
+    averager.refuse_in_averaged("rumor.save()")
+    _check_stateful(others)
     folder = Path(folder)
-    name = f"step-{averager.steps:08d}"
-    (folder / name).mkdir(parents=True, exist_ok=True)
+    name = _new_name(folder, averager)
     state = {
         "format": FORMAT,
         "model": averager.model.state_dict(),
         "averager": averager.state_dict(),
         "random": _random_state(averager),
-        "position": position,
+        "position": averager.steps if position is None else position,
         "others": {name: other.state_dict() for name, other in others.items()},
+        "kinds": {name: type(other).__name__ for name, other in others.items()},
     }
-    with replacing(folder / name / _file(averager.place)) as aside:
-        torch.save(state, aside)
-    averager.meet({"checkpoint": name}, "waiting for all ranks to have written their checkpoints")
-    if averager.place == (0, 0):
-        with replacing(folder / LATEST) as aside:
-            aside.write_text(
-                json.dumps({"format": FORMAT, "name": name, "nodes": averager.engine.n, "ranks_of_a_node": averager.local_size})
-            )
-        _remove_old(folder, name, keep)
-    averager.meet({"checkpoint": name}, "waiting for rank 0 to have noted the checkpoint")
+    by_all(averager, partial(_write, folder / name / _file(averager.place), state), "writing a checkpoint")
+    entry = {"name": name, "step": averager.steps, "nodes": averager.engine.n, "ranks_of_a_node": averager.local_size}
+    by_all(averager, partial(_note, folder, entry, keep) if averager.place == (0, 0) else lambda: None, "noting a checkpoint")
 
 
-def load(folder: str | Path, averager: Averager, **others: Stateful) -> Any:
+def load(folder: str | Path, averager: Averager, *, step: int | None = None, **others: Stateful) -> Any:
     """Goes on from the latest checkpoint in `folder`, and returns its `position`; None, and nothing is changed, if there is none.
 
     With as many nodes as it was saved with, the rest of the run is bitwise the one that was not interrupted. With more or fewer, every
     node starts from the mean of the saved models, with the optimizer of one of the saved nodes, and the schedule goes on where it was.
-    A collective. Files are read as tensors and plain values: code in them is never run.
+    A collective. Files are read as tensors and plain values: code in them is never run. What does not fit is refused on all ranks, before
+    anything is changed.
+
+    Args:
+        folder, averager, others: as they were saved.
+        step: go back to the checkpoint after so many steps, in the place of the latest.
     """
+    averager.refuse_in_averaged("rumor.load()")
+    _check_stateful(others)
     folder = Path(folder)
-    latest: dict[str, Any] | None = None
-    problem: Exception | None = None
-    try:
-        latest = _latest(folder)
-    except ValueError as error:
-        problem = error
-    found = str(problem) if problem else "none" if latest is None else f"{latest['name']} of {latest['nodes']} nodes"
+    entry = by_all(averager, partial(_find, folder, step), "looking for a checkpoint")
+    found = "none" if entry is None else f"{entry['name']} of {entry['nodes']} nodes"
     averager.meet({f"checkpoint in {folder.name} (is it on storage that all see?)": found}, "looking for a checkpoint")
-    if problem is not None:
-        raise problem
-    if latest is None:
+    if entry is None:
         return None
-    if latest["ranks_of_a_node"] != averager.local_size:
-        was, now = latest["ranks_of_a_node"], averager.local_size
-        raise ValueError(f"{latest['name']} was saved with {was} ranks a node, and this run has {now}: start it with {was}")
-    state = read_by_all(averager, partial(_state_for, averager, folder / latest["name"], latest["nodes"], others))
+    state = by_all(averager, partial(_state_for, averager, folder, entry, others), "reading a checkpoint")
+    averager.settle()  # what a lazy step left under way belongs to the model that goes now
     averager.model.load_state_dict(state["model"])
-    if latest["nodes"] == averager.engine.n:
+    if entry["nodes"] == averager.engine.n:
         averager.load_state_dict(state["averager"])
         _restore_random(state["random"], averager)
     else:
@@ -102,35 +102,83 @@ def load(folder: str | Path, averager: Averager, **others: Stateful) -> Any:
     return state["position"]
 
 
-def read_by_all(averager: Averager, read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `read` returns on this rank. If it fails on one, all of them raise, and none changes its model."""
-    state, problem = {}, None
+def by_all(averager: Averager, do: Callable[[], T], doing: str) -> T:
+    """What `do` returns on this rank. If it fails on one, all of them raise. A collective."""
+    result, problem = None, None
     try:
-        state = read()
+        result = do()
     except (OSError, ValueError) as error:
         problem = error
-    averager.meet({"checkpoint, when they read it": str(problem)}, "reading a checkpoint")
+    except Exception as error:  # a file that is not what it should be can raise anything, and nobody may wait for this rank in vain
+        problem = ValueError(f"{doing} failed: {type(error).__name__}: {error}")
+    try:
+        averager.meet({f"outcome of {doing}": "done" if problem is None else str(problem)}, doing)
+    except ValueError:
+        if problem is None:
+            raise
     if problem is not None:
         raise problem
-    return state
+    return result  # type: ignore[return-value]
 
 
-def _state_for(averager: Averager, folder: Path, nodes: int, others: dict[str, Stateful]) -> dict[str, Any]:
+# ---- what fits ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_stateful(others: dict[str, Stateful]) -> None:
+    for name, other in others.items():
+        if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+            raise TypeError(f"{name}= needs state_dict() and load_state_dict(), as optimizers have them: {type(other).__name__} has none")
+
+
+def _state_for(averager: Averager, folder: Path, entry: dict[str, Any], others: dict[str, Stateful]) -> dict[str, Any]:
     """This rank's own. With another number of nodes, that of one of them, with the mean of all their models in the place of its own."""
-    node, local_rank = averager.place
-    state = _read(folder / _file((node % nodes, local_rank)), others)
-    if nodes != averager.engine.n:
-        state["model"] = _mean_of([_read(folder / _file((other, local_rank)), others)["model"] for other in range(nodes)])
+    if (was := entry["ranks_of_a_node"]) != (now := averager.local_size):
+        raise ValueError(f"{entry['name']} was saved with {was} ranks a node, and this run has {now}: start it with {was}")
+    (node, local_rank), nodes = averager.place, entry["nodes"]
+    paths = [folder / entry["name"] / _file((other, local_rank)) for other in range(nodes)]
+    path = paths[node % nodes]
+    state = _read(path)
+    _check_model(averager, state["model"], path)
+    _check_others(state, others, path)
+    if nodes == averager.engine.n:
+        averager.check_state(state["averager"])
+    else:
+        state["model"] = _mean_of([_read(other)["model"] for other in paths], path.parent)
     return state
 
 
-def _mean_of(models: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Of what floats; the first one's of the rest."""
+def _check_model(averager: Averager, saved: dict[str, Any], path: Path) -> None:
+    shapes = [{name: getattr(value, "shape", None) for name, value in model.items()} for model in (averager.model.state_dict(), saved)]
+    for name in {**shapes[0], **shapes[1]}:
+        here, there = (str(list(s[name] or ())) if name in s else "none" for s in shapes)
+        if here != there:
+            raise ValueError(f"{path} is of another model: its {name} has shape {there}, and here it has {here}")
+
+
+def _check_others(state: dict[str, Any], others: dict[str, Stateful], path: Path) -> None:
+    if missing := sorted(set(others) - set(state["others"])):
+        raise ValueError(f"{path} has no state of {', '.join(missing)}: it was saved with {', '.join(state['others']) or 'none'}")
+    for name, other in others.items():
+        if (was := state["kinds"][name]) != (now := type(other).__name__):
+            raise ValueError(f"{path} has the state of {name} as a {was}, but it is a {now} here")
+        if isinstance(other, torch.optim.Optimizer):
+            sizes = [[len(group["params"]) for group in groups] for groups in (state["others"][name]["param_groups"], other.param_groups)]
+            if sizes[0] != sizes[1]:
+                raise ValueError(f"{path} has {name} with groups of {sizes[0]} parameters, but they are of {sizes[1]} here")
+
+
+def _mean_of(models: list[dict[str, Tensor]], folder: Path) -> dict[str, Tensor]:
+    """Of what floats; the first one's of the rest. Models that are not finite are left out."""
+    if any(is_sharded(value) for value in models[0].values() if isinstance(value, Tensor)):
+        raise ValueError(f"{folder} has shards of FSDP2: it can be loaded with as many nodes as it was saved with only")
+    finite = [m for m in models if all(bool(v.isfinite().all()) for v in m.values() if isinstance(v, Tensor) and is_averaged(v))]
+    if not finite:
+        raise ValueError(f"no node's model in {folder} is finite: go back to an earlier one with rumor.load(..., step=...)")
     return {
-        name: sum((model[name].double() for model in models[1:]), first.double()).div(len(models)).to(first)
-        if is_averaged(first)
+        name: sum((model[name].double() for model in finite[1:]), first.double()).div(len(finite)).to(first)
+        if isinstance(first, Tensor) and is_averaged(first)
         else first
-        for name, first in models[0].items()
+        for name, first in finite[0].items()
     }
 
 
@@ -141,36 +189,88 @@ def _file(place: tuple[int, int]) -> str:
     return f"node-{place[0]}-rank-{place[1]}.pt"
 
 
-def _latest(folder: Path) -> dict[str, Any] | None:
+def _new_name(folder: Path, averager: Averager) -> str:
+    """Of a folder that is not there yet, as rank 0 of node 0 sees it: no file of an earlier checkpoint is ever written to."""
+    name, number = f"step-{averager.steps:08d}", 0
+    with suppress(OSError):  # which writing will tell of
+        while (folder / (f"{name}.{number}" if number else name)).exists():
+            number += 1
+    number = averager.from_first(number)
+    return f"{name}.{number}" if number else name
+
+
+def _write(path: Path, state: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        torch.save(state, aside)
+        try:
+            torch.load(aside, map_location="cpu", weights_only=True, mmap=True)  # reads what is there beside tensors only
+        except Exception as error:
+            what = next((what for what, part in {"position": state["position"], **state["others"]}.items() if not _is_plain(part)), "it")
+            raise ValueError(
+                f"this checkpoint could not be loaded again, since {what} holds more than tensors and plain values (a number of numpy's, a "
+                "Path, a date?): make it int(...), float(...), str(...) or a tensor"
+            ) from error
+
+
+def _is_plain(part: Any) -> bool:
+    file = io.BytesIO()
+    torch.save(part, file)
+    file.seek(0)
+    try:
+        torch.load(file, map_location="cpu", weights_only=True)
+    except Exception:
+        return False
+    return True
+
+
+def _note(folder: Path, entry: dict[str, Any], keep: int) -> None:
+    """Makes it the latest, and removes all that are not among the last `keep` then."""
+    kept = [*_entries(folder), entry][-keep:]
+    with replacing(folder / LATEST) as aside:
+        aside.write_text(json.dumps({"format": FORMAT, **entry, "earlier": kept[:-1]}, indent=1))
+    names = {one["name"] for one in kept}
+    for path in folder.iterdir():
+        if path.is_dir() and NAME.fullmatch(path.name) and path.name not in names:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _entries(folder: Path) -> list[dict[str, Any]]:
+    """What the folder has, the latest last."""
     path = folder / LATEST
     if not path.exists():
-        return None
-    try:
+        return []
+    with suppress(ValueError, AttributeError, TypeError, KeyError, IsADirectoryError):
         latest = json.loads(path.read_text())
-        if latest["format"] == FORMAT and {"name", "nodes", "ranks_of_a_node"} <= set(latest):
-            return dict(latest)
-    except (ValueError, KeyError, TypeError, UnicodeDecodeError):
-        pass
+        found: list[dict[str, Any]] = [{key: one[key] for key in ENTRY} for one in (*latest["earlier"], latest)]
+        if latest["format"] == FORMAT and all(_is_entry(one) for one in found):
+            return found
     raise ValueError(f"{path} is not what rumor.save() writes: remove it to start anew, or name another folder")
 
 
-def _read(path: Path, others: dict[str, Stateful]) -> dict[str, Any]:
-    """A file that is whole, is ours, and has what is asked for."""
+def _is_entry(one: dict[str, Any]) -> bool:
+    return all(type(one[key]) is kind for key, kind in ENTRY.items()) and one["nodes"] > 0 and bool(NAME.fullmatch(one["name"]))
+
+
+def _find(folder: Path, step: int | None) -> dict[str, Any] | None:
+    entries = _entries(folder)
+    wanted = entries if step is None else [entry for entry in entries if entry["step"] == step]
+    if wanted or step is None:
+        return wanted[-1] if wanted else None
+    there = ", ".join(str(entry["step"]) for entry in entries) or "none"
+    raise ValueError(f"{folder} has no checkpoint after {step} steps, only those after: {there}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file that is whole, and ours."""
     try:
         state = loaded(path)
     except FileNotFoundError:
         raise FileNotFoundError(f"{path} is missing: the folder must be on storage that all nodes see") from None
-    if not isinstance(state, dict) or state.get("format") != FORMAT or "averager" not in state:
+    wanted = ("model", "averager", "random", "position", "others", "kinds")
+    if not isinstance(state, dict) or state.get("format") != FORMAT or any(key not in state for key in wanted):
         raise ValueError(f"{path} is no checkpoint of rumor.save(), or one of another version")
-    if missing := sorted(set(others) - set(state["others"])):
-        raise ValueError(f"{path} has no state of {', '.join(missing)}: it was saved with {', '.join(state['others']) or 'none'}")
     return dict(state)
-
-
-def _remove_old(folder: Path, latest: str, keep: int) -> None:
-    names = sorted(path.name for path in folder.glob("step-*") if path.is_dir() and path.name <= latest)
-    for name in names[:-keep]:
-        shutil.rmtree(folder / name, ignore_errors=True)
 
 
 # ---- random numbers -----------------------------------------------------------------------------------------------------------------

@@ -13,10 +13,12 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 Address = tuple[str, int]
 
 SECONDS = 1.0  # that a host has to answer
+MOST_CALLERS = 4096  # as many as a kernel lets wait, usually
 _door: socket.socket | None = None
 
 
@@ -25,20 +27,26 @@ def address() -> Address | None:
     global _door
     if _door is None:
         try:
-            _door = socket.create_server((_own_host(), 0), backlog=128)
+            host = _own_host()
+            _door = socket.create_server((host, 0), family=_family(host), backlog=MOST_CALLERS)
         except OSError:
             return None
+        _door.setblocking(False)
         os.register_at_fork(after_in_child=_close)  # a data loader's worker may outlive the process
         atexit.register(_close)
     return _door.getsockname()[0], _door.getsockname()[1]
 
 
 def gone(doors: Sequence[Address | None]) -> dict[int, str]:
-    """What is known of those (by their place) who do not open, for this host's time-out at most."""
+    """What is known of those (by their place) who do not open, after SECONDS at most."""
+    _let_callers_go()
     found: dict[int, str] = {}
+    own = address()
     with selectors.DefaultSelector() as knocking:
         for node, door in enumerate(doors):
-            if door is not None and (refusal := _knock(node, door, knocking)):
+            if door is None or (_is_loopback(door) and own is not None and not _is_loopback(own)):  # of another host, then: it leads to us
+                continue
+            if refusal := _knock(node, door, knocking):
                 found[node] = _reason(refusal)
         ends = time.monotonic() + SECONDS
         while knocking.get_map() and (left := ends - time.monotonic()) > 0:
@@ -71,7 +79,7 @@ def _reason(refusal: int) -> str:
 
 def _knock(node: int, door: Address, knocking: selectors.BaseSelector) -> int:
     """The error with which it was turned away at once, if it was."""
-    caller = socket.socket(socket.AF_INET6 if ":" in door[0] else socket.AF_INET)
+    caller = socket.socket(_family(door[0]))
     caller.setblocking(False)
     refusal = caller.connect_ex(door)
     if refusal not in (0, errno.EINPROGRESS):
@@ -95,6 +103,24 @@ def _own_host() -> str:
         return "127.0.0.1"
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _is_loopback(door: Address) -> bool:
+    return door[0].startswith("127.") or door[0] == "::1"
+
+
+def _let_callers_go() -> None:
+    """Those who have knocked wait in a queue of MOST_CALLERS, which must not fill up."""
+    if _door is not None:
+        with suppress(OSError):  # BlockingIOError: nobody is left
+            while True:
+                _door.accept()[0].close()
+
+
 def _close() -> None:
+    global _door
     if _door is not None:
         _door.close()
+    _door = None

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn.functional  # noqa: F401  # imported by an optimizer's first step, its defaults would keep the group for ever
+import torch.distributed.nn.functional  # imported by an optimizer's first step, its defaults would keep the group for ever
 from torch import Tensor
 from torch.profiler import record_function
 

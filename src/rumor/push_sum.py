@@ -28,6 +28,7 @@ class PushSum(AtOnce):
 
     topology: Topology
     delay: int = 1
+    schedule = Never()
     needs_loss = False
     needs_lr = False
 
@@ -37,7 +38,7 @@ class PushSum(AtOnce):
             raise ValueError(f"delay must be 0 (SGP) or 1 (OSGP), got delay={self.delay!r}")
 
     def start(self, x: Buckets, engine: Engine) -> State:
-        state = State(Never().start())
+        state = State(self.schedule.start())
         state.buckets["x"] = own_copy(x)
         state.scalars["w"] = engine.full(1.0)
         return state
@@ -68,7 +69,7 @@ class PushSum(AtOnce):
             yield b
         state.scalars["w"] = w_next
         state.flight = departing if self.delay == 1 else None
-        state.schedule = Never().next(state.schedule)
+        state.schedule = self.schedule.next(state.schedule)
 
     def push(self, x: Buckets, b: int, state: State, engine: Engine) -> Pending:
         """x^(k+1/2) = x + (opt(z) - z) with z = x / w, and off it goes, with w beside the first bucket."""

@@ -129,11 +129,14 @@ class Run:
             "bytes_sent": self.metrics.bytes_sent,
         }
 
-    def load_state_dict(self, saved: dict[str, Any]) -> None:
+    def check_state(self, saved: dict[str, Any]) -> None:
         if not isinstance(saved, dict) or saved.get("format") != FORMAT:
             raise ValueError("this is not a state of Rumor's (or one of another version): load what state_dict() returned")
         if saved["algorithm"] != repr(self.algorithm):
             raise ValueError(f"this state is of {saved['algorithm']}, but the algorithm here is {self.algorithm!r}")
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        self.check_state(saved)
         state = self.state
         # all that can be refused comes before the first change
         buckets = {name: _cut_like(saved["buckets"][name], tensors) for name, tensors in state.buckets.items()}
@@ -152,7 +155,7 @@ class Run:
     def start_anew(self, schedule: dict[str, Any] | None = None) -> None:
         """With all nodes' models alike: nothing is under way, and the schedule goes on (from `schedule`, if given)."""
         self.abandon()
-        now = self.state.schedule if schedule is None else ScheduleState(**schedule)
+        now = self.algorithm.schedule.resumed(self.state.schedule if schedule is None else ScheduleState(**schedule))
         self.state = self.algorithm.start(self.x, self.engine)
         self.state.schedule = now
         self.metrics.H = now.H

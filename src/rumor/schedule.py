@@ -28,6 +28,7 @@ class Schedule(Protocol):
     def start(self) -> ScheduleState: ...
     def is_global(self, state: ScheduleState) -> bool: ...
     def next(self, state: ScheduleState, loss: float | None = None) -> ScheduleState: ...
+    def resumed(self, state: ScheduleState) -> ScheduleState: ...  # from where a run stood that may have had another schedule
 
 
 def check_whole(name: str, value: int, least: int) -> None:
@@ -53,6 +54,9 @@ class Never:
 
     def next(self, state: ScheduleState, loss: float | None = None) -> ScheduleState:
         return _tick(state, False)
+
+    def resumed(self, state: ScheduleState) -> ScheduleState:
+        return self.start()._replace(k=state.k)
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,9 @@ class Periodic:
 
     def next(self, state: ScheduleState, loss: float | None = None) -> ScheduleState:
         return _tick(state, self.is_global(state))
+
+    def resumed(self, state: ScheduleState) -> ScheduleState:
+        return self.start()._replace(k=state.k, C=min(state.C, self.H - 1))
 
 
 @dataclass(frozen=True)
@@ -124,3 +131,7 @@ class Adaptive:
         # the 1e-9 keeps rounding from parting a ratio of exactly 1 (or 2, ...) into two periods
         H = math.ceil(math.exp(min(log_ratio, 700.0)) * self.H_init - 1e-9) if log_ratio < math.log(self.H_max) else self.H_max
         return after._replace(H=min(max(H, 1), self.H_max))
+
+    def resumed(self, state: ScheduleState) -> ScheduleState:
+        H = min(state.H or self.H_init, self.H_max) if state.samples else self.H_init  # no sample: it was another schedule, or at its start
+        return state._replace(H=H, C=min(state.C, H - 1))

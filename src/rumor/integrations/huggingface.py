@@ -20,7 +20,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from rumor.algorithm import Algorithm
 from rumor.averager import Averager
-from rumor.checkpoint import read_by_all
+from rumor.checkpoint import by_all
 from rumor.files import loaded, replacing
 
 
@@ -61,7 +61,7 @@ class RumorCallback(TrainerCallback):
                 "data: on CPUs, say TrainingArguments(use_cpu=True)"
             )
         if self.checkpoint is not None and not self._resume_from_mean:
-            own = read_by_all(self.averager, partial(_read, rank_file(self.checkpoint, args.process_index)))
+            own = by_all(self.averager, partial(_read, rank_file(self.checkpoint, args.process_index)), "reading a checkpoint")
             self._resume(own, kwargs["model"], kwargs["optimizer"])
         self.checkpoint = None
 
