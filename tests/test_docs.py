@@ -1,5 +1,6 @@
 """What the pages and the README tell users to type runs: every block of Python as a script of its own, every `rumor` command."""
 
+import ast
 import os
 import re
 import shlex
@@ -111,7 +112,23 @@ def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code() -> None:
     assert [piece for piece in pieces if piece not in source] == []
 
 
+def test_the_slurm_script_on_the_page_is_the_file() -> None:
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    (block,) = re.findall(r"^```bash\n(#SBATCH.*?)^```", page, re.S | re.M)
+    script = (ROOT / "examples" / "slurm.sh").read_text()
+    assert script.endswith(block)
+    assert script.count("#SBATCH --") == block.count("#SBATCH --") + 1, "but for the job's name"
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
-    shown = {name.split(".")[-1] for name in re.findall(r"^::: rumor\.([\w.]+)", pages, re.M)}
-    assert shown == set(rumor.__all__)
+    shown = set(re.findall(r"^::: rumor\.([\w.]+)", pages, re.M))
+    of_integrations = {name for name in shown if name.startswith("integrations.")}
+    assert {name.split(".")[-1] for name in shown - of_integrations} == set(rumor.__all__)
+    defined = {
+        f"integrations.{path.stem}.{node.name}"
+        for path in (ROOT / "src" / "rumor" / "integrations").glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+    }
+    assert of_integrations == defined - {"integrations.huggingface.rank_file"}  # which the tests use

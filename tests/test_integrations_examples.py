@@ -81,6 +81,11 @@ def test_the_kubernetes_job_finds_its_pods() -> None:
     assert int(options["master-port"]) == service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"]
     assert options["node-rank"] == "$(JOB_COMPLETION_INDEX)"
     assert "JOB_COMPLETION_INDEX" in [variable["name"] for variable in container["env"]]
+    threads = next(variable["value"] for variable in container["env"] if variable["name"] == "OMP_NUM_THREADS")
+    assert container["resources"]["requests"]["cpu"] == container["resources"]["limits"]["cpu"] == threads
+    (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
+    assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
+    assert volume["emptyDir"] == {"medium": "Memory"}
     assert container["command"][0] == "torchrun"
     assert (ROOT / container["command"][-1]).exists()
 
