@@ -15,6 +15,7 @@ demo: .venv/ready
 # warnings are errors; the variable hushes an advertisement that is none
 docs: .venv/ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
+	@echo "the site is in site/: open site/index.html"
 
 bench: .venv/ready
 	OMP_NUM_THREADS=2 $(BIN)/python benchmarks/core.py --out benchmarks/results/core.json

@@ -25,9 +25,11 @@ def spirals(points: int, seed: int) -> TensorDataset:
 
 
 def main() -> None:
-    dist.init_process_group()  # gloo for tensors on a CPU, nccl for those on a GPU
-    rank = dist.get_rank()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)).to(device)
     averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential(dist.get_world_size()), H=6))
     # model = DistributedDataParallel(model)

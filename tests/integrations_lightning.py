@@ -129,6 +129,7 @@ def refusals(folder: Path) -> dict[str, str]:
         "sync_batchnorm": refused(folder, sync_batchnorm=True),
         "three nodes": refused(folder, folder / "three.ckpt"),
         "no nodes": refused(folder, folder / "foreign.ckpt"),
+        "two callbacks": refused(folder, callbacks=[RumorCallback(PGA), RumorCallback(PGA)]),
         "one device": refused(folder, strategy="single_device", devices=1),
     }
 

@@ -91,6 +91,7 @@ def test_without_the_nodes_all_start_from_the_mean_model(ranks: Ranks, folder: P
     ("case", "message"),
     [
         ("one device", r"strategy is SingleDeviceStrategy: use devices=N or torchrun with strategy='ddp'"),
+        ("two callbacks", r"this Trainer has 2 RumorCallbacks.*: give it one"),
         ("sync_batchnorm", r"sync_batchnorm=True makes all nodes wait .*: leave it out"),
         ("three nodes", r"is of 3 nodes, but here are 4: RumorCallback\(..., save_nodes=False\)"),
         ("no nodes", r"holds no states of nodes: RumorCallback\(..., save_nodes=False\)"),

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -290,6 +291,46 @@ def test_two_nodes_may_be_rescued_at_once(four: Cluster) -> None:
     assert [rescues for _, _, rescues, _ in four.run(rescued, "gossip_pga", (1, 2))] == [0, 1, 1, 0]
 
 
+def rescued_outside_of_steps(rank: int, bad: float, when: str) -> tuple[Tensor, Tensor, int]:
+    """Node 1 goes bad just before a collective that is no step. What that shows, what comes after it, and rescues."""
+    model = network(torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float(rank))
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 50), rescue=torch.optim.SGD(model.parameters()))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(float(rank) if rank != 1 else bad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if rank == 1 else "error")
+        if when == "averaged()":
+            with averager.averaged():
+                shown = flat(model).clone()
+        else:
+            averager.finish()
+            shown = flat(model).clone()
+    return shown, flat(model), averager.metrics.rescues
+
+
+@pytest.mark.parametrize("when", ["averaged()", "finish()"])
+@pytest.mark.parametrize("bad", [float("nan"), 1e25], ids=["not a number", "squares that overflow"])
+def test_a_rescue_is_not_for_steps_alone(four: Cluster, bad: float, when: str) -> None:
+    for rank, (shown, after, rescues) in enumerate(four.run(rescued_outside_of_steps, bad, when)):
+        assert torch.allclose(shown, torch.full_like(shown, 5 / 3))  # of nodes 0, 2 and 3
+        assert torch.equal(shown, after)
+        assert rescues == (rank == 1)
+
+
+def rescue_on_one_rank(rank: int) -> None:
+    model = network()
+    rumor.Averager(model, rumor.gossip_pga(RING, 4), rescue=torch.optim.SGD(model.parameters()) if rank == 2 else None)
+
+
+def test_a_rescue_on_one_rank_alone_is_named(four: Cluster) -> None:
+    for _, text in four.errors(rescue_on_one_rank):
+        assert "ranks disagree on the rescue= (is one given?): rank 0 has False, rank 2 has True" in text
+
+
 def all_bad(rank: int) -> None:
     model = network(torch.float32)
     averager = rumor.Averager(model, rumor.gossip_pga(RING, 4), rescue=torch.optim.SGD(model.parameters()))
@@ -366,6 +407,29 @@ def test_another_dtype_is_named(four: Cluster) -> None:
 
 
 # ---- doors ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_many_callers_do_not_make_a_living_process_look_lost() -> None:
+    for _ in range(4):
+        assert doors.gone([doors.address()] * 200) == {}
+
+
+def test_a_door_of_another_host_that_calls_itself_loopback_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed_soon:
+        gone = closed_soon.getsockname()
+    assert doors.gone([gone]) == {0: "its process is gone"}
+    monkeypatch.setattr(doors, "address", lambda: ("10.0.0.7", 1))
+    assert doors.gone([gone]) == {}
+
+
+def test_a_forked_process_opens_a_door_of_its_own() -> None:
+    ours = doors.address()
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.write(write, str(doors.address() not in (None, ours)).encode())
+        os._exit(0)
+    assert os.read(read, 10) == b"True"
+    os.waitpid(child, 0)
 
 
 def test_a_door_is_open_while_its_process_lives() -> None:

@@ -53,8 +53,12 @@ def add_to(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     topology, methods = _prepared(options)
-    with _folder_to_fill(options.out) as folder:
-        return _trained_and_shown(options, topology, methods, folder)
+    try:
+        with _folder_to_fill(options.out) as folder, _ended_by_signals():
+            return _trained_and_shown(options, topology, methods, folder)
+    except KeyboardInterrupt:
+        print("rumor demo: stopped, and its processes with it", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _trained_and_shown(options: argparse.Namespace, topology: Topology, methods: list[Method], folder: Path) -> int:
@@ -64,14 +68,10 @@ def _trained_and_shown(options: argparse.Namespace, topology: Topology, methods:
         print(f"rumor demo: there will be no picture: {without_picture}", file=sys.stderr)
     task = Task(methods, options.steps, watched_steps(options.steps), options.seed)
     try:
-        with _ended_by_signals():
-            results = _trained(task, digits)
+        results = _trained(task, digits)
     except ProcessError as error:
         print(f"rumor demo: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("rumor demo: stopped, and its processes with it", file=sys.stderr)
-        return 128 + signal.SIGINT
     print(_page(options, topology, results))
     settings = {name: getattr(options, name) for name in ("nodes", "steps", "H", "delay", "seed")}
     write(folder / "demo.json", {"topology": topology.name, **settings}, results)

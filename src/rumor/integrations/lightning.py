@@ -67,6 +67,8 @@ class RumorCallback(Callback):
         if stage != "fit":
             return
         strategy = trainer.strategy
+        if (several := sum(isinstance(callback, RumorCallback) for callback in trainer.callbacks)) > 1:  # type: ignore[attr-defined]
+            raise ValueError(f"this Trainer has {several} RumorCallbacks, which would average every step as often: give it one")
         if not isinstance(strategy, DDPStrategy):
             raise ValueError(
                 f"RumorCallback trains one whole model on each of several processes, but this Trainer's strategy is "
