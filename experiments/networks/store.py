@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from networks.runs import Run, Tables, tables_of
 from rumor.files import replacing
 
+Row = dict[str, str]
+Key = tuple[str, ...]
 KEY = (  # what decides a run, and so tells it from all others
     *("method", "topology", "H", "nodes", "stretch", "epochs", "steps", "seed", "split", "momentum"),
     *("lr", "batch", "weight_decay", "smoothing", "net", "data"),
@@ -54,8 +57,10 @@ class Finished:
 class Store:
     def __init__(self, path: Path, tables: Tables, settings: SettingsOf):
         self.path, self.tables, self._settings = path, tables, settings
-        self.rows = _read(path)
-        self.curves = _read(self._curves)
+        self._rows = {_key_in(row): row for row in _read(path)}
+        self._points: dict[Key, list[Row]] = {}
+        for point in _read(self._curves):
+            self._points.setdefault(_key_in(point), []).append(point)
 
     @classmethod
     def as_written(cls, path: Path, tables: Tables) -> Store:
@@ -72,50 +77,53 @@ class Store:
     def _curves(self) -> Path:
         return self.path.with_name(f"{self.path.stem}-curves.csv")
 
-    def _key(self, run: Run) -> dict[str, str] | None:
+    def _key(self, run: Run) -> Key | None:
         settings = self._settings(run)
         if settings is None:
             return None
         values = {**asdict(run), **asdict(settings)}
-        return {name: _short(values[name]) for name in KEY}
+        return tuple(_short(values[name]) for name in KEY)
 
-    def find(self, run: Run) -> dict[str, str] | None:
+    def find(self, run: Run) -> Row | None:
         key = self._key(run)
-        return None if key is None else next((row for row in self.rows if _is_of(row, key)), None)
+        return None if key is None else self._rows.get(key)
 
     def curve(self, run: Run) -> tuple[tuple[float, float], ...]:
         """After each epoch, or at each evaluation: the training loss, and the mean model's accuracy or loss."""
         key = self._key(run)
-        return () if key is None else tuple((float(row["loss"]), float(row["value"])) for row in self.curves if _is_of(row, key))
+        points = [] if key is None else self._points.get(key, [])
+        return tuple((float(point["loss"]), float(point["value"])) for point in points)
 
     def add(self, run: Run, found: Finished) -> None:
         key, columns = self._key(run), {name: value for name, value in asdict(found).items() if name != "curve"}
         if key is None:
             raise ValueError(f"no settings are known for {run}")
-        self.rows.append(
-            {"table": "; ".join(tables_of(run, self.tables)), **key, **{name: _short(value) for name, value in columns.items()}}
-        )
-        for point, (loss, value) in enumerate(found.curve, 1):
-            self.curves.append({**key, "point": str(point), "loss": _short(loss), "value": _short(value)})
-        _write(self._curves, self.curves, (*KEY, "point", "loss", "value"))
-        _write(self.path, self.rows, COLUMNS)  # last: a run is finished when it is in here
+        named = dict(zip(KEY, key, strict=True))
+        self._points[key] = [
+            {**named, "point": str(point), "loss": _short(loss), "value": _short(value)}
+            for point, (loss, value) in enumerate(found.curve, 1)
+        ]
+        tables = "; ".join(tables_of(run, self.tables))
+        self._rows[key] = {"table": tables, **named, **{name: _short(value) for name, value in columns.items()}}
+        _write(self._curves, chain.from_iterable(self._points.values()), (*KEY, "point", "loss", "value"))
+        _write(self.path, self._rows.values(), COLUMNS)  # last: a run is finished when it is in here
 
 
-def _settings_in(row: Mapping[str, str]) -> Settings:
+def _settings_in(row: Row) -> Settings:
     epochs, steps, batch = (int(row[name]) for name in ("epochs", "steps", "batch"))
     smoothing = float(row["smoothing"]) if row["smoothing"] else None
     return Settings(row["data"], row["net"], epochs, steps, batch, float(row["lr"]), float(row["weight_decay"]), smoothing)
 
 
-def _is_of(row: Mapping[str, str], key: Mapping[str, str]) -> bool:
-    return all(row[name] == value for name, value in key.items())
+def _key_in(row: Row) -> Key:
+    return tuple(row[name] for name in KEY)
 
 
 def _short(value: object) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def _read(path: Path) -> list[Row]:
     """Refuses a file with other columns, which would be taken for one without runs, or lose some of what it holds."""
     if not path.exists():
         return []
@@ -128,7 +136,7 @@ def _read(path: Path) -> list[dict[str, str]]:
     return rows
 
 
-def _write(path: Path, rows: list[dict[str, str]], columns: tuple[str, ...]) -> None:
+def _write(path: Path, rows: Iterable[Row], columns: tuple[str, ...]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside, aside.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")
