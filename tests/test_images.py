@@ -4,6 +4,7 @@ import csv
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,13 @@ from images.data import CIFAR, InMemory, Scale, cropped, load  # noqa: E402
 from images.networks import SmallResNet, whitening  # noqa: E402
 from images.split import ByLabel, Shuffled, split_of  # noqa: E402
 from images.study import TABLES  # noqa: E402
-from images.train import lr_at  # noqa: E402
+from images.train import loss_of, lr_at, optimizer  # noqa: E402
 from networks.compare import Seeds  # noqa: E402
+from networks.engines import OneOfMany, as_first_says, mean_over_ranks  # noqa: E402
 from networks.page import _to_target, filled_in, stores  # noqa: E402
 from networks.runs import Run, tables_of  # noqa: E402
 from networks.store import Finished, Settings, Store  # noqa: E402
+from tests.cluster import Cluster  # noqa: E402
 from tests.test_accuracy import write_data  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -283,18 +286,54 @@ def test_a_toy_study_and_again_without_running(tmp_path: Path) -> None:
     assert len(rows_of(tmp_path / "found.csv")) > len(rows)
 
 
-def test_real_processes_train_as_the_simulator_does(tmp_path: Path) -> None:
+OWN_RESULTS = 'exec "$0" "$@" --out "$FOLDER/$RANK.csv"'
+
+
+def test_real_processes_train_as_the_simulator_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And run what the first rank has not, though the other one sees results (the simulator's) of every run."""
     write_data(tmp_path)
-    losses = []
-    ranks = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for engine, under in (("processes", ranks), ("simulated", (sys.executable,))):
-        out = tmp_path / f"{engine}.csv"
-        done = start("--data", str(tmp_path), *TOY, "--engine", engine, "--nodes", "2", "--out", str(out), under=under)
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    arguments = ("--data", str(tmp_path), *TOY, "--nodes", "2", "--timeout", "20")
+    ranks = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        "bash",
+        "-c",
+        OWN_RESULTS,
+    )
+    for done in (
+        start(*arguments, "--out", str(tmp_path / "1.csv")),
+        start(*arguments, "--engine", "processes", under=(*ranks, sys.executable)),
+    ):
         assert done.returncode == 0, done.stderr
-        losses.append({row["method"]: float(row["loss"]) for row in rows_of(out)})
-    assert losses[0].keys() == losses[1].keys()
-    for method, loss in losses[0].items():
-        assert loss == pytest.approx(losses[1][method], rel=2e-3), method
+    simulated, real = ({row["method"]: float(row["loss"]) for row in rows_of(tmp_path / f"{name}.csv")} for name in (1, 0))
+    assert len(simulated) == 5
+    assert real.keys() == simulated.keys()
+    for method, loss in real.items():
+        assert loss == pytest.approx(simulated[method], rel=2e-3), method
+
+
+def on_a_rank(rank: int) -> tuple[int, float, list[float]]:
+    """What the first rank says, a mean over ranks, and what chance does after two starts from one seed."""
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        OneOfMany(torch.nn.Linear(2, 1), CPU, loss_of, partial(optimizer, momentum=0.9)).start(rumor.gossip_sgd(rumor.ring(4)))
+        drawn.append(float(torch.rand(())))
+    return as_first_says(rank + 5), mean_over_ranks(torch.tensor(float(rank))), drawn
+
+
+def test_ranks_agree_on_what_to_run_and_differ_in_chance(four: Cluster) -> None:
+    said, means, drawn = zip(*four.run(on_a_rank), strict=True)
+    assert said == (5, 5, 5, 5)
+    assert means == (1.5, 1.5, 1.5, 1.5)
+    assert all(first == again for first, again in drawn)
+    assert len({first for first, _ in drawn}) == 4
 
 
 def test_the_learning_rate_warms_up_and_falls() -> None:
