@@ -119,10 +119,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help=f"of a run that is not stretched; {EPOCHS} if not given, with --quick {QUICK_EPOCHS}")
     parser.add_argument("--batch", type=int, default=BATCH, help="images of a node at a step")
     parser.add_argument("--net", choices=list(NETWORKS), help="small if not given, with --quick tiny")
-    usual = f"{USUAL}, with --quick {SHORT}, with --net resnet50 {RESNET}"
-    parser.add_argument("--lr", type=float, help="the highest, for 256 images a step of all nodes together; it grows with them")
-    parser.add_argument("--weight-decay", type=float, help="of what is no norm or bias")
-    parser.add_argument("--label-smoothing", type=float, help=f"if these three are not given: {usual}")
+    about = ("the highest, for 256 images of all nodes together; it grows with them", "of all but norms and biases", "from 0 to 1")
+    for name, what, *values in zip(Recipe._fields, about, USUAL, SHORT, RESNET, strict=True):
+        usual = "{:g} if not given, with --quick {:g}, with --net resnet50 {:g}".format(*values)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, help=f"{what}; {usual}")
     parser.add_argument("--side", type=int, default=224, help="pixels of an image, for folders")
     command.add_options(parser, TABLES, RESULTS)
     options = parser.parse_args(arguments)
