@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,26 +25,37 @@ from images.data import Data, Scale, load
 from images.networks import NETWORKS
 from images.split import split_of
 from images.study import TABLES
-from images.train import loss_of, optimizer, train
+from images.train import SMOOTHING, WEIGHT_DECAY, loss_of, optimizer, train
 from networks import command
 from networks.engines import Latest, OneOfMany, Simulated, Trainer, device_name
 from networks.hours import hours
 from networks.runs import Run
-from networks.store import Finished, Store
+from networks.store import Finished, Settings
 from rumor.cost.paper import RESNET50
 
 RESULTS = Path(__file__).parent / "results" / "image_classification.csv"
 EPOCHS, QUICK_EPOCHS, BATCH = 40, 2, 32
-LR_PER_IMAGE = 2.0 / 1024  # tuned once, for Parallel SGD with 32 nodes x 32 images; it grows with the batch of all nodes (linear scaling)
-QUICK_LR_PER_IMAGE = 8 * LR_PER_IMAGE  # its batches are smaller, and its runs shorter
+IMAGES = 256  # that --lr is given for; it grows with the batch of all nodes (linear scaling)
+
+
+class Recipe(NamedTuple):
+    """What an option that is not given stands for."""
+
+    lr: float  # the highest, for 256 images a step
+    weight_decay: float
+    label_smoothing: float
+
+
+USUAL = Recipe(0.5, WEIGHT_DECAY, SMOOTHING)  # the learning rate was tuned once, for Parallel SGD with 32 nodes x 32 images
+SHORT = Recipe(4.0, WEIGHT_DECAY, SMOOTHING)  # of --quick, whose batches are smaller, and runs shorter
+RESNET = Recipe(0.1, 1e-4, 0.1)  # as it is usually trained on ImageNet
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     with command.processes(options) as is_first:
         data = load(options.data, torch.device(options.device), options.side)
-        store = Store(options.out, TABLES, data.name, options.epochs)
-        command.run_missing(options, TABLES, store, Runner(data, options), is_first)
+        command.run_missing(options, TABLES, Runner(data, options), is_first)
 
 
 class Runner:
@@ -54,17 +66,13 @@ class Runner:
         self._latest = Latest()
 
     def __call__(self, run: Run) -> Finished:
-        options, data = self.options, self.data
+        data = self.data
         trainer, model = self._latest.get(self.trainer_key(run), partial(self._new_trainer, run))
         torch.manual_seed(run.seed)
         model.start(self.scale(data.sample()))  # type: ignore[operator]
         split = split_of(run.split, data.labels, run.nodes, run.seed)
-        peak = (QUICK_LR_PER_IMAGE if options.quick else LR_PER_IMAGE) * run.nodes * options.batch
-        epochs = options.epochs * run.stretch
-        steps = epochs * (len(data.labels) // (run.nodes * options.batch))
-        done = train(trainer, run.algorithm(steps), data, self.scale, split, options.batch, epochs, peak, run.seed)
+        done = train(trainer, run, data, self.scale, split, self.settings(run))
         return Finished(
-            lr=peak,
             accuracy=done.curve[-1][1],
             worst_node=min(done.nodes),
             loss=done.curve[-1][0],
@@ -75,19 +83,34 @@ class Runner:
             curve=done.curve,
         )
 
+    def settings(self, run: Run) -> Settings:
+        options, together = self.options, run.nodes * self.options.batch
+        once = Settings(
+            data=self.data.name,
+            net=NETWORKS[options.net].__name__,
+            epochs=options.epochs,
+            steps=options.epochs * (len(self.data.labels) // together),
+            batch=options.batch,
+            lr=options.lr * together / IMAGES,
+            weight_decay=options.weight_decay,
+            smoothing=options.label_smoothing,
+        )
+        return once.stretched(run.stretch)
+
     def trainer_key(self, run: Run) -> tuple[int, float]:
-        return run.nodes, run.momentum
+        return run.nodes, run.momentum or 0.0
 
     def _new_trainer(self, run: Run) -> tuple[Trainer, nn.Module]:
         sample = self.scale(self.data.sample())
         model = NETWORKS[self.options.net](self.data.classes, sample.shape[-1]).to(self.data.device)
         model.start(sample)  # type: ignore[operator]
-        make = partial(optimizer, momentum=run.momentum)
+        make = partial(optimizer, momentum=run.momentum or 0.0, weight_decay=self.options.weight_decay)
+        loss = partial(loss_of, smoothing=self.options.label_smoothing)
         if self.options.engine == "processes":
-            return OneOfMany(model, self.data.device, loss_of, make), model
+            return OneOfMany(model, self.data.device, loss, make), model
         order = torch.zeros(1, run.nodes, self.options.batch, dtype=torch.long)
         x, y = next(iter(self.data.take(order, range(run.nodes), 0)))
-        return Simulated(model, run.nodes, (self.scale(x), y), loss_of, make), model
+        return Simulated(model, run.nodes, (self.scale(x), y), loss, make), model
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -96,11 +119,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, help=f"of a run that is not stretched; {EPOCHS} if not given, with --quick {QUICK_EPOCHS}")
     parser.add_argument("--batch", type=int, default=BATCH, help="images of a node at a step")
     parser.add_argument("--net", choices=list(NETWORKS), help="small if not given, with --quick tiny")
+    about = ("the highest, for 256 images of all nodes together; it grows with them", "of all but norms and biases", "from 0 to 1")
+    for name, what, *values in zip(Recipe._fields, about, USUAL, SHORT, RESNET, strict=True):
+        usual = "{:g} if not given, with --quick {:g}, with --net resnet50 {:g}".format(*values)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=float, help=f"{what}; {usual}")
     parser.add_argument("--side", type=int, default=224, help="pixels of an image, for folders")
     command.add_options(parser, TABLES, RESULTS)
     options = parser.parse_args(arguments)
     options.net = options.net or ("tiny" if options.quick else "small")
     options.epochs = options.epochs or (QUICK_EPOCHS if options.quick else EPOCHS)
+    recipe = RESNET if options.net == "resnet50" else SHORT if options.quick else USUAL
+    for name, value in recipe._asdict().items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
     command.complete(options, parser, TABLES, RESULTS)
     return options
 

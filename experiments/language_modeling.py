@@ -23,12 +23,12 @@ from networks import command
 from networks.engines import Latest, OneOfMany, Simulated, Trainer, device_name
 from networks.hours import hours
 from networks.runs import Run
-from networks.store import Finished, Store
+from networks.store import Finished, Settings
 from rumor.cost.paper import BERT
 from text.data import LENGTH, Sequences, Special, masked, tokens
 from text.model import SIZES, Guessing, loss_of
 from text.study import TABLES
-from text.train import optimizer, train
+from text.train import WEIGHT_DECAY, optimizer, train
 
 RESULTS = Path(__file__).parent / "results" / "language_modeling.csv"
 STEPS, QUICK_STEPS, BATCH = 2_000, 60, 32
@@ -42,9 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
         special = Special.of(options.vocabulary)
         text = Sequences.of(tokens(options.data, options.vocabulary, options.cache), special).to(torch.device(options.device))
         text = text.evaluated_on(QUICK_HELD_OUT) if options.quick else text
-        epochs = max(1, round(options.steps * options.batch * 8 / len(text.train)))
-        store = Store(options.out, TABLES, options.data.name, epochs)
-        command.run_missing(options, TABLES, store, Runner(text, options), is_first)
+        command.run_missing(options, TABLES, Runner(text, options), is_first)
 
 
 class Runner:
@@ -58,9 +56,8 @@ class Runner:
         trainer, model = self._latest.get(self.trainer_key(run), partial(self._new_trainer, run))
         torch.manual_seed(run.seed)
         model.start()  # type: ignore[operator]
-        done = train(trainer, run, self.text, self.options.batch, self.options.steps, self.options.lr)
+        done = train(trainer, run, self.text, self.options.batch, self.settings(run).steps, self.options.lr)
         return Finished(
-            lr=self.options.lr,
             accuracy=None,
             worst_node=max(done.nodes),
             loss=done.curve[-1][1],
@@ -70,6 +67,21 @@ class Runner:
             device=device_name(self.text.train.device),
             curve=done.curve,
         )
+
+    def settings(self, run: Run) -> Settings:
+        options = self.options
+        epochs = max(1, round(options.steps * options.batch * run.nodes / len(self.text.train)))
+        once = Settings(
+            data=options.data.name,
+            net=f"BERT {options.size}",
+            epochs=epochs,
+            steps=options.steps,
+            batch=options.batch,
+            lr=options.lr,
+            weight_decay=WEIGHT_DECAY,
+            smoothing=None,
+        )
+        return once.stretched(run.stretch)
 
     def trainer_key(self, run: Run) -> tuple[int, float]:
         return run.nodes, self._averages_gradients(run)

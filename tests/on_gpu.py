@@ -10,7 +10,9 @@ import itertools
 import math
 import os
 import socket
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -312,6 +314,23 @@ def compiled_lamb_captured_in_a_graph_takes_the_same_steps() -> None:
     print(f"    {worst:.1e}")
 
 
+def the_image_study_trains_on_both_engines() -> None:
+    """As far as one GPU can show it: one rank over NCCL. A toy, which checks that nothing breaks, not what comes out."""
+    from tests.test_accuracy import write_data
+
+    script = Path(__file__).parents[1] / "experiments" / "image_classification.py"
+    options = ["--net", "tiny", "--table", "quick", "--epochs", "1", "--batch", "8", "--device", "cuda", "--nodes", "1"]
+    for engine, under in (("simulated", ()), ("processes", ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"))):
+        with tempfile.TemporaryDirectory() as folder:
+            write_data(Path(folder))
+            out = Path(folder) / "found.csv"
+            named = ["--data", folder, "--engine", engine, "--out", str(out)]
+            subprocess.run([sys.executable, *under, str(script), *options, *named], check=True, capture_output=True, timeout=300)
+            rows = out.read_text().splitlines()
+            assert len(rows) == 1 + 5, rows
+            print(f"    {engine}: {len(rows) - 1} runs")
+
+
 def main() -> None:
     print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
     for check in (
@@ -324,6 +343,7 @@ def main() -> None:
         the_convex_study_replayed_on_the_gpu_equals_the_cpu,
         convolutions_of_all_nodes_are_torchs,
         compiled_lamb_captured_in_a_graph_takes_the_same_steps,
+        the_image_study_trains_on_both_engines,
     ):
         print(check.__name__.replace("_", " "))
         check()

@@ -3,6 +3,8 @@
 import csv
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +21,13 @@ from images.data import CIFAR, InMemory, Scale, cropped, load  # noqa: E402
 from images.networks import SmallResNet, whitening  # noqa: E402
 from images.split import ByLabel, Shuffled, split_of  # noqa: E402
 from images.study import TABLES  # noqa: E402
-from images.train import lr_at  # noqa: E402
-from networks.page import filled_in, stores  # noqa: E402
+from images.train import loss_of, lr_at, optimizer  # noqa: E402
+from networks.compare import Seeds  # noqa: E402
+from networks.engines import OneOfMany, as_first_says, mean_over_ranks  # noqa: E402
+from networks.page import _to_target, filled_in, stores  # noqa: E402
 from networks.runs import Run, tables_of  # noqa: E402
+from networks.store import Finished, Settings, Store  # noqa: E402
+from tests.cluster import Cluster  # noqa: E402
 from tests.test_accuracy import write_data  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -176,10 +182,79 @@ def test_runs_are_shared_by_tables() -> None:
     assert tables_of(Run("Gossip-PGA", H=6, seed=4), TABLES) == ["7"]
 
 
+def test_the_small_table_is_named_only_where_it_is_alone() -> None:
+    assert tables_of(Run("Parallel SGD", "complete", nodes=8), TABLES) == ["10"]
+    assert tables_of(Run("Gossip SGD", "ring", nodes=8), TABLES) == ["quick"]
+
+
 def test_every_run_has_an_algorithm_for_its_nodes() -> None:
     for table in TABLES.values():
         for run in table.runs:
             assert run.algorithm(1000).topology.n == run.nodes
+
+
+def settings_of(run: Run, **changes: object) -> Settings:
+    return replace(Settings("cifar10", "SmallResNet", 2, 100, 32, 0.5, 5e-4, 0.2), **changes).stretched(run.stretch)  # type: ignore[arg-type]
+
+
+def finished() -> Finished:
+    return Finished(0.9, 0.8, 0.1, 1.0, 2.0, 3.0, "cpu", [(1.0, 0.5), (0.1, 0.9)])
+
+
+CHANGES = {
+    "data": "imagenet",
+    "net": "ResNet50",
+    "epochs": 3,
+    "steps": 300,
+    "batch": 64,
+    "lr": 0.25,
+    "weight_decay": 1e-4,
+    "smoothing": 0.1,
+}
+
+
+@pytest.mark.parametrize("name", list(CHANGES))
+def test_a_run_with_other_settings_is_another_run(tmp_path: Path, name: str) -> None:
+    run, path = Run("Local SGD", "isolated", 6), tmp_path / "found.csv"
+    Store(path, TABLES, settings_of).add(run, finished())
+    assert Store(path, TABLES, settings_of).find(run) is not None
+    assert Store(path, TABLES, lambda run: settings_of(run, **{name: CHANGES[name]})).find(run) is None
+
+
+def test_a_longer_run_is_not_taken_for_a_stretched_one(tmp_path: Path) -> None:
+    run, path = Run("Local SGD", "isolated", 6), tmp_path / "found.csv"
+    Store(path, TABLES, settings_of).add(replace(run, stretch=3), finished())
+    longer = Store(path, TABLES, lambda run: settings_of(run, epochs=6, steps=300))
+    assert longer.find(run) is None
+    assert longer.find(replace(run, stretch=3)) is None
+
+
+def test_a_file_is_read_with_the_settings_of_its_longest_runs(tmp_path: Path) -> None:
+    run, path = Run("Local SGD", "isolated", 6), tmp_path / "found.csv"
+    stretched, few = replace(run, stretch=3), replace(run, nodes=4)
+    for one in (run, stretched, few):
+        Store(path, TABLES, settings_of).add(one, finished())
+    before = Store.as_written(path, TABLES)
+    assert all(before.find(one) is not None and len(before.curve(one)) == 2 for one in (run, stretched, few))
+    assert before.find(replace(run, nodes=8)) is None
+    Store(path, TABLES, lambda run: settings_of(run, steps=200)).add(run, finished())
+    after = Store.as_written(path, TABLES)
+    assert after.find(run)["steps"] == "200"
+    assert after.find(stretched) is None
+    assert after.find(few)["steps"] == "100"
+
+
+def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "old.csv").write_text("table,method\n7,Local SGD\n")
+    with pytest.raises(ValueError, match=r"lacks the columns topology, .*steps"):
+        Store(tmp_path / "old.csv", TABLES, settings_of)
+
+
+def test_how_many_seeds_reach_the_target_is_said() -> None:
+    curves = (((1.0, 0.8), (0.5, 0.9)), ((1.0, 0.8), (0.5, 0.85)), ((1.0, 0.9), (0.5, 0.9)))
+    seeds = Seeds(Run("Gossip SGD"), (0, 1, 2), (0.9, 0.85, 0.9), 100, 0.8, 0.0, 3.0, 1.0, True, curves)
+    assert [_to_target(seeds, target) for target in (0.8, 0.9, 0.95)] == ["1 / 1.50", "2 / 3.00, 2 of 3", "not reached"]
+    assert _to_target(replace(seeds, curves=(curves[0], curves[1], curves[1])), 0.9) == "1 of 3"
 
 
 def start(*arguments: str, under: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
@@ -203,23 +278,62 @@ def test_a_toy_study_and_again_without_running(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "found.csv")
     assert sorted(row["method"] for row in rows) == ["Gossip SGD", "Gossip-AGA", "Gossip-PGA", "Local SGD", "Parallel SGD"]
     assert {"table", "topology", "H", "nodes", "epochs", "seed", "split", "accuracy", "worst_node", "hours", "gpu_seconds"} <= set(rows[0])
+    assert {(row["stretch"], row["steps"], row["batch"], row["net"]) for row in rows} == {("1", "9", "8", "TinyResNet")}
     before = (tmp_path / "found.csv").read_bytes()
     assert start(*arguments).returncode == 0
     assert (tmp_path / "found.csv").read_bytes() == before
+    assert start(*arguments, "--lr", "0.1", "--minutes", "0.01").returncode == 0
+    assert len(rows_of(tmp_path / "found.csv")) > len(rows)
 
 
-def test_real_processes_train_as_the_simulator_does(tmp_path: Path) -> None:
+OWN_RESULTS = 'exec "$0" "$@" --out "$FOLDER/$RANK.csv"'
+
+
+def test_real_processes_train_as_the_simulator_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And run what the first rank has not, though the other one sees results (the simulator's) of every run."""
     write_data(tmp_path)
-    losses = []
-    ranks = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    for engine, under in (("processes", ranks), ("simulated", (sys.executable,))):
-        out = tmp_path / f"{engine}.csv"
-        done = start("--data", str(tmp_path), *TOY, "--engine", engine, "--nodes", "2", "--out", str(out), under=under)
+    monkeypatch.setenv("FOLDER", str(tmp_path))
+    arguments = ("--data", str(tmp_path), *TOY, "--nodes", "2", "--timeout", "20")
+    ranks = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--no-python",
+        "bash",
+        "-c",
+        OWN_RESULTS,
+    )
+    for done in (
+        start(*arguments, "--out", str(tmp_path / "1.csv")),
+        start(*arguments, "--engine", "processes", under=(*ranks, sys.executable)),
+    ):
         assert done.returncode == 0, done.stderr
-        losses.append({row["method"]: float(row["loss"]) for row in rows_of(out)})
-    assert losses[0].keys() == losses[1].keys()
-    for method, loss in losses[0].items():
-        assert loss == pytest.approx(losses[1][method], rel=2e-3), method
+    simulated, real = ({row["method"]: float(row["loss"]) for row in rows_of(tmp_path / f"{name}.csv")} for name in (1, 0))
+    assert len(simulated) == 5
+    assert real.keys() == simulated.keys()
+    for method, loss in real.items():
+        assert loss == pytest.approx(simulated[method], rel=2e-3), method
+
+
+def on_a_rank(rank: int) -> tuple[int, float, list[float]]:
+    """What the first rank says, a mean over ranks, and what chance does after two starts from one seed."""
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(7)
+        OneOfMany(torch.nn.Linear(2, 1), CPU, loss_of, partial(optimizer, momentum=0.9)).start(rumor.gossip_sgd(rumor.ring(4)))
+        drawn.append(float(torch.rand(())))
+    return as_first_says(rank + 5), mean_over_ranks(torch.tensor(float(rank))), drawn
+
+
+def test_ranks_agree_on_what_to_run_and_differ_in_chance(four: Cluster) -> None:
+    said, means, drawn = zip(*four.run(on_a_rank), strict=True)
+    assert said == (5, 5, 5, 5)
+    assert means == (1.5, 1.5, 1.5, 1.5)
+    assert all(first == again for first, again in drawn)
+    assert len({first for first, _ in drawn}) == 4
 
 
 def test_the_learning_rate_warms_up_and_falls() -> None:

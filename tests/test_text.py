@@ -1,8 +1,10 @@
 """The text study: LAMB, reading and tokenising text, riddles, and toy runs of the command."""
 
+import copy
 import csv
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +15,11 @@ import torch
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
+from networks.engines import Simulated  # noqa: E402
 from text.data import GUESSES, LENGTH, Sequences, Special, articles, masked, tokens  # noqa: E402
 from text.lamb import Lamb  # noqa: E402
-from text.train import lr_at  # noqa: E402
+from text.study import PARALLEL  # noqa: E402
+from text.train import algorithm_of, batches, lr_at, optimizer  # noqa: E402
 
 WORDS = ["the", "of", "rain", "cat", "dog", "sat", "on", "a", "mat", "and", "sun", "##s"]
 
@@ -168,6 +172,38 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
     assert [round(lr_at(k, 100, 1.0), 3) for k in (0, 4, 9, 10, 55, 99)] == [0.1, 0.5, 1.0, 1.0, 0.707, 0.105]
 
 
+def test_a_node_gets_the_same_riddles_alone_and_among_all() -> None:
+    text = Sequences.of(np.arange(200 * (LENGTH - 2), dtype=np.uint16) % 25 + 5, Special(2, 3, 4, 30))
+    together = list(batches(text, [0, 1, 2], 3, 4, steps=20, seed=1))
+    for node in range(3):
+        for all_of_them, own in zip(together, batches(text, [node], 3, 4, steps=20, seed=1), strict=True):
+            assert all(torch.equal(a[node], b[0]) for a, b in zip(all_of_them, own, strict=True))
+
+
+def test_parallel_sgd_with_lamb_is_one_model_on_the_big_batch() -> None:
+    n, random = 4, torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    together = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.Tanh(), torch.nn.Linear(6, 3)).double()
+    alone = copy.deepcopy(together)
+    x, y = torch.randn(8, n, 7, 5, generator=random, dtype=torch.float64), torch.randint(3, (8, n, 7), generator=random)
+
+    def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(model(x), y)
+
+    trainer = Simulated(together, n, (x[0], y[0]), loss_of, optimizer, average_gradients=True)
+    trainer.start(algorithm_of(replace(PARALLEL, nodes=n), steps=8))
+    lr = torch.tensor(0.1)
+    opt = optimizer(alone.named_parameters(), alone, lr)
+    for k in range(8):
+        trainer.step((x[k], y[k]), lr=0.1 / (k + 1))
+        lr.fill_(0.1 / (k + 1))
+        opt.zero_grad()
+        loss_of(alone, x[k].flatten(0, 1), y[k].flatten()).backward()
+        opt.step()
+    for node in trainer.node_models():
+        assert all((a - b).abs().max() < 1e-12 for a, b in zip(node.parameters(), alone.parameters(), strict=True))
+
+
 def test_a_toy_study_on_both_engines(tmp_path: Path) -> None:
     write_text(tmp_path / "books", 900)
     words = vocabulary(tmp_path)
@@ -184,4 +220,4 @@ def test_a_toy_study_on_both_engines(tmp_path: Path) -> None:
     assert losses[0].keys() == losses[1].keys() == {"Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-PGA"}
     for method, loss in losses[0].items():
         assert 0 < loss < 4
-        assert loss == pytest.approx(losses[1][method], rel=0.05), method  # riddles are drawn by each engine for itself
+        assert loss == pytest.approx(losses[1][method], rel=2e-3), method

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from networks.command import QUICK
-from networks.runs import Run, Table, changed
+from networks.runs import QUICK, Run, Table, changed
 
 PARALLEL = Run("Parallel SGD", "complete")
 LOCAL = Run("Local SGD", "isolated", 6)

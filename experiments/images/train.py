@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from images.data import Data, Scale
 from images.split import Split
-from networks.engines import Trainer, all_of_ranks, mean_over_ranks
-from rumor.algorithm import Algorithm
+from networks.engines import Trainer, all_of_ranks, mean_over_ranks, step_bar
+from networks.runs import Run
+from networks.store import Settings
 
 WARM_UP = 0.04  # share of all steps, as in the paper
 DECAYS = (0.25, 0.5, 0.75)  # where the learning rate falls to a tenth
-SMOOTHING = 0.2  # of labels
+SMOOTHING = 0.2  # of labels; this and the next are for the small network
 WEIGHT_DECAY = 5e-4
 
 
@@ -31,17 +32,19 @@ def lr_at(step: int, steps: int, peak: float) -> float:
     return float(peak * 0.1 ** sum(done >= decay for decay in DECAYS))
 
 
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss_of(model: nn.Module, x: Tensor, y: Tensor, smoothing: float = SMOOTHING) -> Tensor:
     """Of one node's batch."""
-    return nn.functional.cross_entropy(model(x).float(), y, label_smoothing=SMOOTHING)
+    return nn.functional.cross_entropy(model(x).float(), y, label_smoothing=smoothing)
 
 
-def optimizer(named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: Tensor, *, momentum: float) -> torch.optim.SGD:
+def optimizer(
+    named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: Tensor, *, momentum: float, weight_decay: float = WEIGHT_DECAY
+) -> torch.optim.SGD:
     """Weights decay; norms and biases, which in a model of one node have a single dimension, don't."""
     dims = {name: p.dim() for name, p in of_one.named_parameters()}
     trained = [(name, p) for name, p in named if p.requires_grad]
     groups = [
-        {"params": [p for name, p in trained if dims[name] > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for name, p in trained if dims[name] > 1], "weight_decay": weight_decay},
         {"params": [p for name, p in trained if dims[name] == 1], "weight_decay": 0.0},
     ]
     return torch.optim.SGD(groups, lr=lr, momentum=momentum, nesterov=momentum > 0, fused=lr.is_cuda or None)
@@ -57,21 +60,21 @@ class Trained:
     seconds: float  # evaluations included
 
 
-def train(
-    trainer: Trainer, algorithm: Algorithm, data: Data, scale: Scale, split: Split, batch: int, epochs: int, peak: float, seed: int
-) -> Trained:
+def train(trainer: Trainer, run: Run, data: Data, scale: Scale, split: Split, settings: Settings) -> Trained:
     """A whole run, from the model as it is."""
-    trainer.start(algorithm)
-    steps, k, curve, began = 0, 0, [], time.perf_counter()
-    for epoch in range(epochs):
-        random = torch.Generator().manual_seed(1_000_003 * seed + epoch)  # the same order for all engines, and on all ranks
-        order = split.epoch(batch, random)
-        steps = steps or epochs * len(order)
-        losses = []
-        for x, y in data.take(order, trainer.nodes, random.initial_seed()):
-            losses.append(trainer.step((scale(x), y), lr_at(k, steps, peak)).mean())
-            k += 1
-        curve.append((mean_over_ranks(torch.stack(losses).mean()), accuracy(trainer.mean_model(), data, scale)))
+    steps = settings.steps
+    trainer.start(run.algorithm(steps))
+    k, curve, began = 0, [], time.perf_counter()
+    with step_bar(steps) as bar:
+        for epoch in range(settings.epochs):
+            random = torch.Generator().manual_seed(1_000_003 * run.seed + epoch)  # the same order for all engines, and on all ranks
+            losses = []
+            for x, y in data.take(split.epoch(settings.batch, random), trainer.nodes, random.initial_seed()):
+                losses.append(trainer.step((scale(x), y), lr_at(k, steps, settings.lr)).mean())
+                k += 1
+                bar.update()
+            curve.append((mean_over_ranks(torch.stack(losses).mean()), accuracy(trainer.mean_model(), data, scale)))
+            bar.set_postfix(loss=f"{curve[-1][0]:.3f}", accuracy=f"{curve[-1][1]:.2%}")
     seconds = time.perf_counter() - began
     nodes = [accuracy(model, data, scale) for model in trainer.node_models()]
     return Trained(curve, all_of_ranks(nodes), trainer.global_rounds() / steps, seconds)

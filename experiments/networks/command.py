@@ -17,10 +17,9 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from logistic.tables import Row, as_text
-from networks.runs import Run, Tables
-from networks.store import Finished, Store
-
-QUICK = "quick"  # the name of a small table, which is run only when asked for
+from networks.engines import as_first_says
+from networks.runs import QUICK, Run, Tables
+from networks.store import Finished, Settings, Store
 
 
 def add_options(parser: argparse.ArgumentParser, tables: Tables, results: Path) -> None:
@@ -49,6 +48,8 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, table
     for name, value in vars(options).items():
         if isinstance(value, int) and not isinstance(value, bool) and value < 1:
             parser.error(f"--{name} {value}: at least 1 needed")
+    if not options.lr > 0:
+        parser.error(f"--lr {options.lr}: more than 0 needed")
 
 
 @contextmanager
@@ -59,6 +60,7 @@ def processes(options: argparse.Namespace) -> Iterator[bool]:
         return
     if options.device != "cpu":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    # plain NCCL, not "cpu:gloo,cuda:nccl": the Averager would take that for a group that sends from host memory
     dist.init_process_group("gloo" if options.device == "cpu" else "nccl", timeout=datetime.timedelta(seconds=options.timeout))
     try:
         yield dist.get_rank() == 0
@@ -69,20 +71,23 @@ def processes(options: argparse.Namespace) -> Iterator[bool]:
 
 class Runner(Protocol):
     def __call__(self, run: Run) -> Finished: ...
+    def settings(self, run: Run) -> Settings: ...
     def trainer_key(self, run: Run) -> tuple[int, float]: ...  # runs with the same one share a trainer, and what it has compiled
 
 
-def run_missing(options: argparse.Namespace, tables: Tables, store: Store, run_one: Runner, is_first: bool) -> None:
-    """All runs of the tables that are not in the store yet, those that share a trainer one after the other, seed by seed."""
-    wanted = list(dict.fromkeys(run for name in options.table for run in tables[name].all_runs(options.seeds)))
-    nodes = dist.get_world_size() if dist.is_initialized() else options.nodes
-    if nodes is not None:
-        wanted = list(dict.fromkeys(replace(run, nodes=nodes) for run in wanted))
-    missing = sorted((run for run in wanted if store.find(run) is None), key=lambda run: (run_one.trainer_key(run), run.seed))
+def run_missing(options: argparse.Namespace, tables: Tables, run_one: Runner, is_first: bool) -> None:
+    """All runs of the tables that are not in the results file yet, those that share a trainer one after the other, seed by seed.
+
+    What is missing, and when to stop, the first rank says to all: they may see other files and have other clocks, and would wait for each
+    other for ever.
+    """
+    wanted, store = _wanted(options, tables), Store(options.out, tables, run_one.settings)
+    missing = [run for run in wanted if store.find(run) is None]
+    missing = as_first_says(sorted(missing, key=lambda run: (run_one.trainer_key(run), run.seed)))
     began = time.monotonic()
     with tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit=" runs", disable=not is_first) as bar:
         for run in missing:
-            if options.minutes is not None and time.monotonic() - began > 60 * options.minutes:
+            if as_first_says(options.minutes is not None and time.monotonic() - began > 60 * options.minutes):
                 break
             bar.set_description(f"{run.name}, {run.topology}, {run.nodes} nodes, seed {run.seed}")
             finished = run_one(run)
@@ -91,6 +96,12 @@ def run_missing(options: argparse.Namespace, tables: Tables, store: Store, run_o
             bar.update()
     if is_first:
         print(as_text([_shown(run, row) for run in wanted if (row := store.find(run)) is not None]))
+
+
+def _wanted(options: argparse.Namespace, tables: Tables) -> list[Run]:
+    runs = (run for name in options.table for run in tables[name].all_runs(options.seeds))
+    nodes = dist.get_world_size() if dist.is_initialized() else options.nodes
+    return list(dict.fromkeys(run if nodes is None else replace(run, nodes=nodes) for run in runs))
 
 
 def _shown(run: Run, row: dict[str, str]) -> Row:

@@ -18,6 +18,7 @@ class Seeds:
     run: Run
     seeds: tuple[int, ...]
     values: tuple[float, ...]
+    steps: int  # of one seed
     worst_node: float
     global_share: float
     hours: float
@@ -58,6 +59,7 @@ def _together(run: Run, rows: list[tuple[int, dict[str, str]]], store: Store) ->
         run,
         tuple(seed for seed, _ in rows),
         values,
+        int(rows[0][1]["steps"]),
         min(worst) if is_accuracy else max(worst),
         share,
         hours,
@@ -101,6 +103,7 @@ def first_epoch(curve: Sequence[tuple[float, float]], target: float) -> float:
     return next((float(epoch) for epoch, (_, accuracy) in enumerate(curve, 1) if accuracy >= target), math.inf)
 
 
-def epochs_to(target: float, seeds: Seeds) -> float:
-    """The median over seeds, where one that never gets there counts as later than all."""
-    return statistics.median_high([first_epoch(curve, target) for curve in seeds.curves])
+def epochs_to(target: float, seeds: Seeds) -> tuple[float, int]:
+    """The median over seeds, where one that never gets there counts as later than all; and how many get there."""
+    first = [first_epoch(curve, target) for curve in seeds.curves]
+    return statistics.median_high(first), sum(map(math.isfinite, first))

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from tqdm import tqdm
 
 import rumor
 from rumor.algorithm import Algorithm
 
+T = TypeVar("T")
 Tensors = tuple[Tensor, ...]  # of a batch: [nodes that are here, B, ...] each
 Loss = Callable[..., Tensor]  # of a model and one node's batch
 MakeOptimizer = Callable[[Iterator[tuple[str, nn.Parameter]], nn.Module, Tensor], torch.optim.Optimizer]  # parameters, one node's model, lr
@@ -109,6 +111,8 @@ class OneOfMany:
         self._trained = DistributedDataParallel(model) if average_gradients else model
 
     def start(self, algorithm: Algorithm) -> None:
+        """With the model as it is now, which all ranks have drawn from one seed; from here on chance (dropout) is each rank's own."""
+        torch.manual_seed(1_000_003 * (torch.initial_seed() + 1) + self.nodes[0])
         self._averager = rumor.Averager(self.model, algorithm)
         self._opt = self._optimizer(self.model.named_parameters(), self.model, self._lr)
 
@@ -151,11 +155,26 @@ def device_name(device: torch.device) -> str:
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """The mean of all ranks', where there are several."""
+    """The mean of all ranks', where there are several. It stays on its device: NCCL takes nothing else."""
     if dist.is_initialized():
-        loss = loss.double().cpu() / dist.get_world_size()
+        loss = loss.double() / dist.get_world_size()
         dist.all_reduce(loss)
     return float(loss)
+
+
+def as_first_says(value: T) -> T:
+    """The first rank's value, on every rank."""
+    if not dist.is_initialized():
+        return value
+    said = [value]
+    dist.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def step_bar(steps: int) -> tqdm[Any]:
+    """Of one run, where somebody looks at a terminal, on the first rank; gone at its end."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    return tqdm(total=steps, unit=" steps", leave=False, disable=None if is_first else True)
 
 
 def all_of_ranks(values: list[float]) -> list[float]:

@@ -15,6 +15,7 @@ from networks.store import Store
 
 MOST_SEEDS = 5
 SIGNIFICANT = 0.05
+LONG_ENOUGH = 6_000  # steps of Table 11's runs: with fewer some end on a BERT's first plateau, and the order is that of who has left it
 ALIKE = {True: 0.1, False: 0.02}  # the paper's difference up to which it calls two ends the same: points of accuracy (True), or loss
 
 
@@ -46,6 +47,11 @@ OF_IMAGES = (
     *(Pair("15", _with(6), _with(H)) for H in (3, 12, 24, 48)),
     *(Pair("10", replace(first, nodes=n), replace(_I.PARALLEL, nodes=n)) for n in (4, 8, 16) for first in (_I.GOSSIP, _I.PGA)),
     *(Pair("16", replace(_I.PGA, momentum=0.0), replace(second, momentum=0.0)) for second in (_I.GOSSIP, _I.PARALLEL)),
+    *(
+        Pair("labels", *(replace(run, split=f"dirichlet({alpha})") for run in both))
+        for alpha in (0.3, 0.1)
+        for both in (*((first, _I.GOSSIP) for first in (_I.PGA, _I.AGA)), *((_I.PGA, second) for second in (_I.LOCAL, _I.PARALLEL)))
+    ),
 )
 OF_TEXT = (
     *(Pair("11", _8[name], _8["PARALLEL"]) for name in ("PGA", "AGA", "GOSSIP", "LOCAL")),
@@ -54,13 +60,13 @@ OF_TEXT = (
 )
 
 
-def order_table(pairs: tuple[Pair, ...], store: Store) -> list[tables.Row]:
-    """A row for each pair that both have three seeds or more."""
+def order_table(pairs: tuple[Pair, ...], store: Store, least_steps: int = 0) -> list[tables.Row]:
+    """A row for each pair that both have three seeds or more, of runs of as many steps or more."""
     rows: list[tables.Row] = []
     for pair in pairs:
         found = compare.of_table(Table(pair[1:], MOST_SEEDS), store)
         p = compare.p_value(*found) if len(found) == 2 else None
-        if p is not None:
+        if p is not None and min(seeds.steps for seeds in found) >= least_steps:
             rows.append(_row(pair, compare.difference(*found), p, is_accuracy=found[0].is_accuracy))
     return rows
 
@@ -84,10 +90,10 @@ def verdict(paper: float, ours: float, p: float, alike: float) -> str:
     >>> verdict(0.9, 0.3, 0.01, alike=0.1), verdict(0.9, 0.3, 0.2, alike=0.1), verdict(0.9, -0.3, 0.01, alike=0.1)
     ('agrees', 'not shown', 'differs')
     >>> verdict(0.02, 0.3, 0.2, alike=0.1), verdict(0.02, -0.2, 0.01, alike=0.1)
-    ('agrees', 'differs')
+    ('no difference seen', 'differs')
     """
     if abs(paper) <= alike:  # the same, says the paper
-        return "agrees" if p >= SIGNIFICANT else "differs"
+        return "no difference seen" if p >= SIGNIFICANT else "differs"
     if p >= SIGNIFICANT:
         return "not shown"
     return "agrees" if (paper > 0) == (ours > 0) else "differs"
@@ -96,6 +102,7 @@ def verdict(paper: float, ours: float, p: float, alike: float) -> str:
 def _described(run: Run, pair: Pair) -> str:
     marks = [f"H = {run.H}"] if pair.table in ("8", "15") else []
     marks += [f"{run.nodes} nodes"] if pair.table == "10" else []
+    marks += [run.split] if pair.table == "labels" else []
     marks += ["ring"] if run.topology == "ring" else []
     marks += ["no momentum"] if run.momentum == 0 else []
     return ", ".join([run.name, *marks])

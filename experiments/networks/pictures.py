@@ -23,8 +23,8 @@ LOOKS = {  # a colour and dashes, which tell curves apart in grey print
 }
 
 
-def draw_curves(found: Sequence[Seeds], measures: Sequence[str], iterations: int, title: str, path: Path) -> None:
-    """A row of panels for each measure: what the curves hold, "training loss" first. `iterations`: between two points of a curve."""
+def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, path: Path) -> None:
+    """A row of panels for each measure: what the curves hold, "training loss" first."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -34,9 +34,9 @@ def draw_curves(found: Sequence[Seeds], measures: Sequence[str], iterations: int
     figure, axes = pyplot.subplots(len(measures), 2, figsize=(11, 3.6 * len(measures) + 0.8), squeeze=False, layout="constrained")
     for place, (measure, row) in enumerate(zip(measures, axes, strict=True)):
         for seeds in once:
-            points = np.arange(1, len(seeds.curves[0]) + 1)
-            for axis, x in zip(row, (points * iterations, points * seeds.hours / len(points)), strict=True):
-                _draw(axis, seeds, x, place)
+            done = np.arange(1, len(seeds.curves[0]) + 1) / len(seeds.curves[0])  # share of the run at each point of its curve
+            for axis, whole in zip(row, (seeds.steps, seeds.hours), strict=True):
+                _draw(axis, seeds, done * whole, place)
         low, high = _range(once, place)
         for axis, label in zip(row, ("iterations", "hours, as modelled"), strict=True):
             axis.set(xlabel=label, ylabel=measure, xlim=(0, None), ylim=(low, high))

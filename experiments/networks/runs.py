@@ -10,6 +10,7 @@ from rumor.algorithm import Algorithm
 
 AGA_WARM_UP = 0.04  # share of all steps
 IID = "iid"
+QUICK = "quick"  # the name of a small table, which is run only when asked for
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Run:
     nodes: int = 32
     stretch: int = 1
     split: str = IID  # or dirichlet(0.3)
-    momentum: float = 0.9
+    momentum: float | None = 0.9  # None: the optimizer has no such thing
     seed: int = 0
 
     @property
@@ -62,9 +63,10 @@ Tables = Mapping[str, Table]
 
 
 def tables_of(run: Run, tables: Tables) -> list[str]:
-    """Where it stands."""
+    """Where it stands; the small table is named only where there is no other."""
     plain = replace(run, seed=0)
-    return [name for name, table in tables.items() if plain in table.runs and run.seed < table.seeds]
+    names = [name for name, table in tables.items() if plain in table.runs and run.seed < table.seeds]
+    return [name for name in names if name != QUICK] or names
 
 
 def changed(runs: tuple[Run, ...], **changes: object) -> tuple[Run, ...]:

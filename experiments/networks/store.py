@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import csv
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from networks.runs import Run, Tables, tables_of
 from rumor.files import replacing
 
-COLUMNS = (
-    *("table", "method", "topology", "H", "nodes", "epochs", "seed", "split", "momentum", "lr", "accuracy", "worst_node", "loss"),
-    *("global_share", "hours", "gpu_seconds", "data", "device"),
+Row = dict[str, str]
+Key = tuple[str, ...]
+KEY = (  # what decides a run, and so tells it from all others
+    *("method", "topology", "H", "nodes", "stretch", "epochs", "steps", "seed", "split", "momentum"),
+    *("lr", "batch", "weight_decay", "smoothing", "net", "data"),
 )
-KEY = ("method", "topology", "H", "nodes", "epochs", "seed", "split", "momentum", "data")
+COLUMNS = ("table", *KEY, "accuracy", "worst_node", "loss", "global_share", "hours", "gpu_seconds", "device")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a run beside what its table says of it."""
+
+    data: str
+    net: str
+    epochs: int  # of the whole run, as are steps
+    steps: int
+    batch: int  # of a node
+    lr: float  # the highest
+    weight_decay: float
+    smoothing: float | None  # of labels; None where there are none
+
+    def stretched(self, times: int) -> Settings:
+        return replace(self, epochs=times * self.epochs, steps=times * self.steps)
+
+
+SettingsOf = Callable[[Run], Settings | None]  # None: there are no such runs
 
 
 @dataclass
 class Finished:
     """What one run gave. `curve`: after each epoch the mean training loss and the test accuracy of the mean model."""
 
-    lr: float
     accuracy: float | None
     worst_node: float
     loss: float
@@ -32,58 +55,88 @@ class Finished:
 
 
 class Store:
-    def __init__(self, path: Path, tables: Tables, data: str, epochs: int):
-        self.path, self.tables, self.data, self.epochs = path, tables, data, epochs
-        self.rows = _read(path)
-        self.curves = _read(self._curves)
+    def __init__(self, path: Path, tables: Tables, settings: SettingsOf):
+        self.path, self.tables, self._settings = path, tables, settings
+        self._rows = {_key_in(row): row for row in _read(path)}
+        self._points: dict[Key, list[Row]] = {}
+        for point in _read(self._curves):
+            self._points.setdefault(_key_in(point), []).append(point)
 
     @classmethod
     def as_written(cls, path: Path, tables: Tables) -> Store:
-        """With the data and the epochs that the file's own runs had."""
-        rows = _read(path)
-        return cls(path, tables, rows[0]["data"] if rows else "", min((int(row["epochs"]) for row in rows), default=1))
+        """With the settings that the file's own runs had: for each number of nodes those of its longest run that is not stretched, and
+        of several as long, of the last."""
+        found: dict[int, Settings] = {}
+        for row in _read(path):
+            nodes, settings = int(row["nodes"]), _settings_in(row)
+            if row["stretch"] == "1" and (nodes not in found or settings.steps >= found[nodes].steps):
+                found[nodes] = settings
+        return cls(path, tables, lambda run: found[run.nodes].stretched(run.stretch) if run.nodes in found else None)
 
     @property
     def _curves(self) -> Path:
         return self.path.with_name(f"{self.path.stem}-curves.csv")
 
-    def key(self, run: Run) -> dict[str, str]:
-        values = {**asdict(run), "epochs": run.stretch * self.epochs, "data": self.data}
-        return {name: "" if values[name] is None else str(values[name]) for name in KEY}
+    def _key(self, run: Run) -> Key | None:
+        settings = self._settings(run)
+        if settings is None:
+            return None
+        values = {**asdict(run), **asdict(settings)}
+        return tuple(_short(values[name]) for name in KEY)
 
-    def find(self, run: Run) -> dict[str, str] | None:
-        key = self.key(run)
-        return next((row for row in self.rows if all(row[name] == value for name, value in key.items())), None)
+    def find(self, run: Run) -> Row | None:
+        key = self._key(run)
+        return None if key is None else self._rows.get(key)
 
     def curve(self, run: Run) -> tuple[tuple[float, float], ...]:
         """After each epoch, or at each evaluation: the training loss, and the mean model's accuracy or loss."""
-        key = self.key(run)
-        rows = [row for row in self.curves if all(row[name] == value for name, value in key.items())]
-        return tuple((float(row["loss"]), float(row["value"])) for row in rows)
+        key = self._key(run)
+        points = [] if key is None else self._points.get(key, [])
+        return tuple((float(point["loss"]), float(point["value"])) for point in points)
 
     def add(self, run: Run, found: Finished) -> None:
-        key, columns = self.key(run), {name: value for name, value in asdict(found).items() if name != "curve"}
-        self.rows.append(
-            {"table": "; ".join(tables_of(run, self.tables)), **key, **{name: _short(value) for name, value in columns.items()}}
-        )
-        for point, (loss, value) in enumerate(found.curve, 1):
-            self.curves.append({**key, "point": str(point), "loss": _short(loss), "value": _short(value)})
-        _write(self._curves, self.curves, (*KEY, "point", "loss", "value"))
-        _write(self.path, self.rows, COLUMNS)  # last: a run is finished when it is in here
+        key, columns = self._key(run), {name: value for name, value in asdict(found).items() if name != "curve"}
+        if key is None:
+            raise ValueError(f"no settings are known for {run}")
+        named = dict(zip(KEY, key, strict=True))
+        self._points[key] = [
+            {**named, "point": str(point), "loss": _short(loss), "value": _short(value)}
+            for point, (loss, value) in enumerate(found.curve, 1)
+        ]
+        tables = "; ".join(tables_of(run, self.tables))
+        self._rows[key] = {"table": tables, **named, **{name: _short(value) for name, value in columns.items()}}
+        _write(self._curves, chain.from_iterable(self._points.values()), (*KEY, "point", "loss", "value"))
+        _write(self.path, self._rows.values(), COLUMNS)  # last: a run is finished when it is in here
+
+
+def _settings_in(row: Row) -> Settings:
+    epochs, steps, batch = (int(row[name]) for name in ("epochs", "steps", "batch"))
+    smoothing = float(row["smoothing"]) if row["smoothing"] else None
+    return Settings(row["data"], row["net"], epochs, steps, batch, float(row["lr"]), float(row["weight_decay"]), smoothing)
+
+
+def _key_in(row: Row) -> Key:
+    return tuple(row[name] for name in KEY)
 
 
 def _short(value: object) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _read(path: Path) -> list[dict[str, str]]:
+def _read(path: Path) -> list[Row]:
+    """Refuses a file with other columns, which would be taken for one without runs, or lose some of what it holds."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    missing = [name for name in KEY if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(f"{path} lacks the columns {', '.join(missing)}: it was written by another version; name another file (--out)")
+    return rows
 
 
-def _write(path: Path, rows: list[dict[str, str]], columns: tuple[str, ...]) -> None:
+def _write(path: Path, rows: Iterable[Row], columns: tuple[str, ...]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside, aside.open("w", newline="") as file:
         writer = csv.DictWriter(file, columns, lineterminator="\n")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from networks.command import QUICK
-from networks.runs import Run, Table, changed
+from networks.runs import QUICK, Run, Table, changed
 
-PARALLEL, LOCAL, GOSSIP = Run("Parallel SGD", "complete"), Run("Local SGD", "isolated", 6), Run("Gossip SGD")
-PGA, AGA = Run("Gossip-PGA", H=6), Run("Gossip-AGA", H=4)
+LAMB = None  # in the place of a momentum
+PARALLEL, LOCAL = Run("Parallel SGD", "complete", momentum=LAMB), Run("Local SGD", "isolated", 6, momentum=LAMB)
+GOSSIP, PGA, AGA = Run("Gossip SGD", momentum=LAMB), Run("Gossip-PGA", H=6, momentum=LAMB), Run("Gossip-AGA", H=4, momentum=LAMB)
 ALL = (PARALLEL, LOCAL, GOSSIP, PGA, AGA, replace(GOSSIP, stretch=2), replace(LOCAL, stretch=3))
 
 TABLES = {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import rumor
-from networks.engines import Tensors, Trainer, all_of_ranks, mean_over_ranks
+from networks.engines import Tensors, Trainer, all_of_ranks, mean_over_ranks, step_bar
 from networks.runs import Run
 from rumor.algorithm import Algorithm
 from text.data import Sequences, masked
@@ -63,29 +63,35 @@ class Trained:
 
 
 def batches(text: Sequences, nodes: list[int], n: int, batch: int, steps: int, seed: int) -> Iterator[Tensors]:
-    """Sequences in a new order each pass, dealt out to the nodes; those of `nodes`, with places to guess drawn anew each time."""
+    """Sequences in a new order each pass, dealt out to the nodes; those of `nodes`, with places to guess drawn anew each time.
+
+    Riddles are drawn for all n nodes wherever some are asked for, so that a node gets the same ones from either engine.
+    """
     device = text.train.device
-    random, on_device = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(1_000 * seed + nodes[0])
+    random, on_device = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(1_000 * seed)
     order = torch.empty(0, dtype=torch.long, device=device)  # there, so that no step waits for a copy
     here = torch.tensor(nodes, device=device)
     for _ in range(steps):
         if len(order) < n * batch:
             order = torch.cat([order, torch.randperm(len(text.train), generator=random).to(device)])
-        mine, order = order[: n * batch].view(n, batch)[here], order[n * batch :]
-        yield masked(text.train[mine], text.special, on_device)
+        now, order = order[: n * batch].view(n, batch), order[n * batch :]
+        seen, places, there = masked(text.train[now], text.special, on_device)
+        yield seen[here], places[here], there[here]
 
 
-def train(trainer: Trainer, run: Run, text: Sequences, batch: int, usual_steps: int, peak: float) -> Trained:
+def train(trainer: Trainer, run: Run, text: Sequences, batch: int, steps: int, peak: float) -> Trained:
     """A whole run, from the model as it is."""
-    steps = usual_steps * run.stretch
     trainer.start(algorithm_of(run, steps))
     marks = {round(steps * (i + 1) / (EVALUATIONS * run.stretch)) for i in range(EVALUATIONS * run.stretch)}
     curve, losses, began = [], [], time.perf_counter()
-    for k, tensors in enumerate(batches(text, trainer.nodes, run.nodes, batch, steps, run.seed), 1):
-        losses.append(trainer.step(tensors, lr_at(k - 1, steps, peak)).mean())
-        if k in marks:
-            curve.append((mean_over_ranks(torch.stack(losses).mean()), held_out_loss(trainer.mean_model(), text)))
-            losses.clear()
+    with step_bar(steps) as bar:
+        for k, tensors in enumerate(batches(text, trainer.nodes, run.nodes, batch, steps, run.seed), 1):
+            losses.append(trainer.step(tensors, lr_at(k - 1, steps, peak)).mean())
+            bar.update()
+            if k in marks:
+                curve.append((mean_over_ranks(torch.stack(losses).mean()), held_out_loss(trainer.mean_model(), text)))
+                bar.set_postfix(loss=f"{curve[-1][0]:.3f}", held_out=f"{curve[-1][1]:.3f}")
+                losses.clear()
     seconds = time.perf_counter() - began
     nodes = [held_out_loss(model, text) for model in trainer.node_models()]
     share = 1.0 if run.method == "Parallel SGD" else trainer.global_rounds() / steps
