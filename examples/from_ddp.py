@@ -1,4 +1,4 @@
-"""From DDP in three changed lines: a training script as it was, with the lines of DDP as comments beside those that take their place.
+"""From DDP in three changed lines (and two more, to evaluate the mean model and end with it): DDP's are comments beside them.
 
 torchrun --standalone --nproc-per-node 4 examples/from_ddp.py
 """
