@@ -15,7 +15,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def test_from_ddp_in_three_changed_lines(tmp_path: Path) -> None:
-    lines = (EXAMPLES / "from_ddp.py").read_text().split('"""')[2].splitlines()
+    lines = (EXAMPLES / "from_ddp.py").read_text().split('"""', 2)[2].splitlines()
     changed = [line.strip() for line in lines if "rumor" in line or "averager" in line]
     assert [line.split("(")[0] for line in changed[3:]] == ["with averager.averaged", "averager.finish"]
     assert len(changed) == 5, "three lines train; two more evaluate the mean model and end with it"
