@@ -110,10 +110,10 @@ def peers(results: dict[str, Any]) -> list[list[str]]:
 
 def soak(results: dict[str, Any]) -> list[list[str]]:
     what = f"{results['processes']} processes, {results['steps']:,} steps"
-    rows = [[what, "seconds", "starts", "from step", "accuracy", "memory of a process: largest growth"]]
+    rows = [[what, "seconds", "kills", "starts from step", "accuracy", "memory of a process: largest growth"]]
     for name in ("undisturbed", "killed"):
         end, starts = results[name], results[name]["starts"]
-        cells = [f"{end['seconds']:.0f}", str(len(starts)), ", ".join(map(str, starts)), f"{end['accuracy']:.1%}"]
+        cells = [f"{end['seconds']:.0f}", str(len(end["killed_after"])), ", ".join(map(str, starts)), f"{end['accuracy']:.1%}"]
         rows.append([name, *cells, f"{max(end['memory']):+.2%}"])
     return rows
 

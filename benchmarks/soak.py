@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/soak.py --out benchmarks/results/soak.json          # 2,000 steps, 8 kills; 5 minutes on two cores
 
-Recorded: kills, steps that were lost and done again, the accuracy beside that of the same job undisturbed, and the memory of each process
-(its resident set, from 100 steps after its start to its end).
+Recorded: the latest checkpoint at each kill and from which it started again, the accuracy beside that of the same job undisturbed, and the
+memory of each process (its resident set, from 100 steps after its start to its end).
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ def run(folder: Path, processes: int, steps: int, kills: list[int], deadline: fl
     """The job, one of whose processes is killed soon after each of these steps."""
     folder.mkdir()
     began, chosen = time.monotonic(), random.Random(0)
+    killed_after: list[int] = []
     job = started(folder, processes, steps, len(kills))
     try:
         for step in kills:
@@ -66,6 +67,7 @@ def run(folder: Path, processes: int, steps: int, kills: list[int], deadline: fl
             time.sleep(chosen.random())  # anywhere in a step, or while a checkpoint is written
             workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split() if job.poll() is None else []
             if workers:  # none, while it starts again or has just ended
+                killed_after.append(step_of(folder))
                 os.kill(int(chosen.choice(workers)), signal.SIGKILL)
         said, _ = job.communicate(timeout=max(1.0, deadline - time.monotonic()))
     finally:
@@ -77,6 +79,7 @@ def run(folder: Path, processes: int, steps: int, kills: list[int], deadline: fl
     starts = [int(step) for step in re.findall(r"nodes, from step (\d+)", said)]
     return {
         "seconds": time.monotonic() - began,
+        "killed_after": killed_after,  # the checkpoint that was the latest then
         "starts": starts,
         "accuracy": float(accuracy[1]) / 100,
         "memory": [memory for path in sorted(folder.glob("memory-*.txt")) if (memory := growth(path)) is not None],

@@ -78,8 +78,10 @@ def load(folder: str | Path, averager: Averager, *, step: int | None = None, **o
     anything is changed.
 
     Args:
-        folder, averager, others: as they were saved.
+        folder: that was saved to.
+        averager: over the same model and method; its model is loaded, too.
         step: go back to the checkpoint after so many steps, in the place of the latest.
+        others: what else was saved, by the same names.
     """
     averager.refuse_in_averaged("rumor.load()")
     _check_stateful(others)
