@@ -398,7 +398,7 @@ def in_averaged(rank: int, what: str) -> None:
 def test_what_the_end_of_averaged_would_undo_is_refused(four: Cluster, what: str) -> None:
     for kind, text in four.errors(in_averaged, what):
         assert kind is RuntimeError
-        assert f"{what} inside averaged() would be undone" in text
+        assert f"{what} inside averaged(), where the model is not this node's own" in text
 
 
 def another_module(rank: int, how: str) -> None:

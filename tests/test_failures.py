@@ -131,7 +131,7 @@ MISTAKES = {
     "frozen on rank 1": r"disagree on the model: .*frozen",
     "more buffers on rank 1": r"disagree on the model: ",
     "shared memory": "parameters a and b share memory but are two Parameters",
-    "inside averaged": r"step\(\) inside averaged\(\) would be undone",
+    "inside averaged": r"step\(\) inside averaged\(\), where the model is not this node's own",
     "DDP inside": "already in DistributedDataParallel",
     "compiled DDP": "already in DistributedDataParallel",
     "other H on rank 2": r"disagree on the algorithm: rank 0 has .*H=6.*rank 2 has .*H=7",
