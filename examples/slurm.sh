@@ -12,7 +12,7 @@
 #SBATCH --time=01:00:00
 set -euo pipefail
 
-head_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export OMP_NUM_THREADS=8
 
 # --kill-on-bad-exit: where one host fails, the others would wait for it until the group's time-out
@@ -21,5 +21,5 @@ srun --kill-on-bad-exit=1 torchrun \
     --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
     --rdzv-id "$SLURM_JOB_ID" \
     --rdzv-backend c10d \
-    --rdzv-endpoint "$head_node:29500" \
+    --rdzv-endpoint "${hosts[0]}:29500" \
     examples/from_ddp.py
