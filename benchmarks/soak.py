@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from measure import machine, save
+from rumor.checkpoint import LATEST
 
 ROOT = Path(__file__).parents[1]
 SETTLED = 100  # steps after which a process has allocated what it needs
-LATEST = "latest.json"
 
 
 def started(folder: Path, processes: int, steps: int, restarts: int) -> subprocess.Popen[str]:

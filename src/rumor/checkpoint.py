@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import pickle
 import random
 import re
 import shutil
@@ -145,7 +146,8 @@ def _state_for(averager: Averager, folder: Path, entry: dict[str, Any], others: 
     if nodes == averager.engine.n:
         averager.check_state(state["averager"])
     else:
-        state["model"] = _mean_of([_read(other)["model"] for other in paths], path.parent)
+        models = [state["model"] if other == path else _read(other)["model"] for other in paths]
+        state["model"] = _mean_of(models, path.parent)
     return state
 
 
@@ -207,7 +209,7 @@ def _write(path: Path, state: dict[str, Any]) -> None:
         torch.save(state, aside)
         try:
             torch.load(aside, map_location="cpu", weights_only=True, mmap=True)  # reads what is there beside tensors only
-        except Exception as error:
+        except pickle.UnpicklingError as error:
             what = next((what for what, part in {"position": state["position"], **state["others"]}.items() if not _is_plain(part)), "it")
             raise ValueError(
                 f"this checkpoint could not be loaded again, since {what} holds more than tensors and plain values (a number of numpy's, a "
@@ -221,7 +223,7 @@ def _is_plain(part: Any) -> bool:
     file.seek(0)
     try:
         torch.load(file, map_location="cpu", weights_only=True)
-    except Exception:
+    except pickle.UnpicklingError:
         return False
     return True
 
