@@ -31,7 +31,7 @@ from text.study import TABLES
 from text.train import WEIGHT_DECAY, optimizer, train
 
 RESULTS = Path(__file__).parent / "results" / "language_modeling.csv"
-STEPS, QUICK_STEPS, BATCH = 2_000, 60, 32
+STEPS, QUICK_STEPS, BATCH = 6_000, 60, 32
 QUICK_HELD_OUT = 64  # sequences
 LR = 8e-3  # the best of 3e-3, 4e-3, 6e-3, 8e-3 and 1e-2 for Parallel SGD
 

@@ -17,6 +17,7 @@ MOST_SEEDS = 5
 SIGNIFICANT = 0.05
 LONG_ENOUGH = 6_000  # steps of Table 11's runs: with fewer some end on a BERT's first plateau, and the order is that of who has left it
 ALIKE = {True: 0.1, False: 0.02}  # the paper's difference up to which it calls two ends the same: points of accuracy (True), or loss
+LARGE = 3  # times that: ours, if larger, is not called none, though it may be chance
 
 
 class Pair(NamedTuple):
@@ -89,14 +90,13 @@ def verdict(paper: float, ours: float, p: float, alike: float) -> str:
     """
     >>> verdict(0.9, 0.3, 0.01, alike=0.1), verdict(0.9, 0.3, 0.2, alike=0.1), verdict(0.9, -0.3, 0.01, alike=0.1)
     ('agrees', 'not shown', 'differs')
-    >>> verdict(0.02, 0.3, 0.2, alike=0.1), verdict(0.02, -0.2, 0.01, alike=0.1)
-    ('no difference seen', 'differs')
+    >>> verdict(0.02, 0.2, 0.2, alike=0.1), verdict(0.02, 0.5, 0.2, alike=0.1), verdict(0.02, -0.2, 0.01, alike=0.1)
+    ('no difference seen', 'not shown', 'differs')
     """
-    if abs(paper) <= alike:  # the same, says the paper
-        return "no difference seen" if p >= SIGNIFICANT else "differs"
+    same = abs(paper) <= alike  # says the paper
     if p >= SIGNIFICANT:
-        return "not shown"
-    return "agrees" if (paper > 0) == (ours > 0) else "differs"
+        return "no difference seen" if same and abs(ours) <= LARGE * alike else "not shown"
+    return "agrees" if not same and (paper > 0) == (ours > 0) else "differs"
 
 
 def _described(run: Run, pair: Pair) -> str:

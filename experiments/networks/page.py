@@ -32,7 +32,7 @@ BELOW = 0.0026  # the target of Table 7 is so much below Parallel SGD's accuracy
 
 def image_table(name: str, table: Table, store: Store) -> str:
     def row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
-        row: tables.Row = {**_settings(seeds, name), "accuracy, %": _accuracy(seeds), "worst node": f"{100 * seeds.worst_node:.2f}"}
+        row: tables.Row = {**_settings(seeds, name), "accuracy, %": _over_seeds(seeds, 100, 2), "worst node": f"{100 * seeds.worst_node:.2f}"}
         row["p"] = _p(seeds, parallel)
         row["global steps"] = f"{seeds.global_share:.1%}"
         row["hours"] = f"{seeds.hours:.2f}"
@@ -76,8 +76,10 @@ def _settings(seeds: Seeds, table: str) -> tables.Row:
     return row
 
 
-def _accuracy(seeds: Seeds) -> str:
-    return f"{100 * seeds.mean:.2f} ± {100 * seeds.deviation:.2f} ({len(seeds.values)})"
+def _over_seeds(seeds: Seeds, times: int, digits: int) -> str:
+    """Mean, standard deviation if there is one, and how many."""
+    shown = [f"{times * value:.{digits}f}" for value in (seeds.mean, seeds.deviation) if not math.isnan(value)]
+    return f"{' ± '.join(shown)} ({len(seeds.values)})"
 
 
 def _p(seeds: Seeds, parallel: Seeds | None) -> str:
@@ -99,7 +101,7 @@ def text_table(name: str, table: Table, store: Store) -> str:
     def row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
         return {
             "method": seeds.run.name,
-            "held-out loss": f"{seeds.mean:.3f} ± {seeds.deviation:.3f} ({len(seeds.values)})",
+            "held-out loss": _over_seeds(seeds, 1, 3),
             "worst node": f"{seeds.worst_node:.3f}",
             "p": _p(seeds, parallel),
             "global steps": f"{seeds.global_share:.1%}",
