@@ -32,7 +32,11 @@ BELOW = 0.0026  # the target of Table 7 is so much below Parallel SGD's accuracy
 
 def image_table(name: str, table: Table, store: Store) -> str:
     def row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
-        row: tables.Row = {**_settings(seeds, name), "accuracy, %": _over_seeds(seeds, 100, 2), "worst node": f"{100 * seeds.worst_node:.2f}"}
+        row: tables.Row = {
+            **_settings(seeds, name),
+            "accuracy, %": _over_seeds(seeds, 100, 2),
+            "worst node": f"{100 * seeds.worst_node:.2f}",
+        }
         row["p"] = _p(seeds, parallel)
         row["global steps"] = f"{seeds.global_share:.1%}"
         row["hours"] = f"{seeds.hours:.2f}"
