@@ -267,6 +267,32 @@ def test_a_rejected_message_is_replaced_by_ones_own(brittle: Cluster, dtype: tor
     assert found[2].isnan()
 
 
+def poisoned_statistics(rank: int, how: str) -> tuple[str, bool]:
+    """A forward has overflowed on node 2, and the optimizer's step was left out: the parameters are good, BatchNorm's averages are not."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    averager = rumor.Averager(
+        model, {"osgp": rumor.osgp(RING), "delayed": rumor.gossip_pga(RING, 4, delay=1)}.get(how, rumor.gossip_pga(RING, 4))
+    )
+    try:
+        for step in range(12):
+            if rank == 2 and step == 5:
+                model[1].running_var[1] = math.inf
+            if how not in ("averaged()", "osgp"):
+                averager.step()
+        with averager.averaged():
+            pass
+    except FloatingPointError as error:
+        return str(error), bool(model[1].running_var.isfinite().all())
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize(("how", "sent_at"), [("step()", 7), ("delayed", 7), ("averaged()", 0), ("osgp", 0)])
+def test_buffers_that_are_no_longer_finite_do_not_spread(brittle: Cluster, how: str, sent_at: int) -> None:
+    for rank, (text, is_finite) in enumerate(brittle.run(poisoned_statistics, how)):
+        assert f"the model of node 2 was not finite (NaN or Inf) when it was sent at step {sent_at};" in text
+        assert is_finite == (rank != 2)
+
+
 def masked(rank: int) -> float:
     """A buffer may well hold infinities: an attention mask does."""
     model = nn.Linear(3, 3)

@@ -336,6 +336,24 @@ def test_a_rescue_is_not_for_steps_alone(four: Cluster, bad: float, when: str) -
         assert rescues == (rank == 1)
 
 
+def rescued_statistics(rank: int) -> tuple[Tensor, int]:
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    opt = torch.optim.SGD(model.parameters())
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 4), rescue=opt)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if rank == 1 else "error")
+        for step in range(4):
+            model[1].running_mean.fill_(float("nan") if rank == 1 and step >= 2 else float(rank + step))
+            averager.step()
+    return model[1].running_mean.clone(), averager.metrics.rescues
+
+
+def test_statistics_are_rescued_too(four: Cluster) -> None:
+    for rank, (statistics, rescues) in enumerate(four.run(rescued_statistics)):
+        assert torch.allclose(statistics, torch.full((3,), 3 + 5 / 3))  # of nodes 0, 2 and 3, at the last step
+        assert rescues == (rank == 1)
+
+
 def rescue_on_one_rank(rank: int) -> None:
     model = network()
     rumor.Averager(model, rumor.gossip_pga(RING, 4), rescue=torch.optim.SGD(model.parameters()) if rank == 2 else None)

@@ -1,5 +1,6 @@
 """The Simulator: stacked leaves, vmap, buffers, randomness, optimizers, modules to look at."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -204,6 +205,21 @@ def test_a_bad_node_is_named() -> None:
         next(sim.parameters())[2, 0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"model of node 2 was not finite .* at step 1"):
         sim.step()
+
+
+def test_a_node_with_bad_statistics_is_named_and_a_mask_is_not() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    sim = rumor.Simulator(model, rumor.parallel_sgd(4))
+    sim.step()
+    x = torch.ones(4, 3, 2)
+    x[2] = math.inf  # and the optimizer's step is left out
+    sim(lambda m, x: m(x).sum(), x)
+    with pytest.raises(FloatingPointError, match=r"model of node 2 was not finite .* at step 1"):
+        sim.step()
+    model.register_buffer("mask", torch.full((2, 2), -math.inf))
+    masked = rumor.Simulator(model, rumor.parallel_sgd(4))
+    masked.step()
+    assert masked.metrics.rounds["global"] == 1
 
 
 def test_wrong_input_is_refused() -> None:

@@ -162,7 +162,7 @@ class GossipPGA(AtOnce):
                 flight.sent.append(x.read(b))
                 flight.pending.append(engine.gossip(flight.sent[b], self.topology, k))
         if kind == "global":
-            flight.buffers = engine.mean([buffers.read(b) for b in range(len(buffers))], k, finite=False)
+            flight.buffers = engine.mean([buffers.read(b) for b in range(len(buffers))], k, finite=buffers.must_be_finite)
         if kind == "global" and loss is not None:  # by gossip each node would have a loss, hence a period, of its own
             flight.loss = flight.pending[0] if all_reduce else engine.mean([torch.zeros_like(loss)], k, loss)[0]
         return flight
@@ -222,7 +222,7 @@ class GossipPGA(AtOnce):
         wait_for(state.flight)
         state.flight = None
         average(x, engine, state.schedule.k)
-        average(buffers, engine, state.schedule.k, finite=False)
+        average(buffers, engine, state.schedule.k)
 
 
 def check_algorithm(algorithm: object) -> None:
@@ -243,9 +243,9 @@ def wait_for(flight: Flight | None, or_fail: bool = True) -> None:
                 message.wait()
 
 
-def average(x: Buckets, engine: Engine, k: int, finite: bool = True) -> None:
+def average(x: Buckets, engine: Engine, k: int) -> None:
     """x <- J x, once training is done."""
-    pending = engine.mean([x.read(b) for b in range(len(x))], k, doing="in finish()", finite=finite)
+    pending = engine.mean([x.read(b) for b in range(len(x))], k, doing="in finish()", finite=x.must_be_finite)
     for b, message in enumerate(pending):
         x.write(b, message.wait().x)
 

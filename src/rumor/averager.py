@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from rumor.algorithm import Algorithm, check_algorithm
-from rumor.channel import size
 from rumor.checks import check_model, check_options, described, is_averaged, trained_and_frozen
 from rumor.flat import Flat, Places, as_real
 from rumor.metrics import Metrics
@@ -49,7 +47,8 @@ class Averager:
             that are, and that node's optimizer starts anew. Without it, FloatingPointError ends the run on every rank.
 
     A rank that waits longer than the group's time-out (`init_process_group(timeout=...)`, `new_group(timeout=...)`) raises ConnectionError.
-    A model that is not finite raises FloatingPointError on every rank, naming the node and the step.
+    A model that is not finite raises FloatingPointError on every rank, naming the node and the step; its float buffers count, too, at
+    global rounds, if they were finite when the Averager was built.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class Averager:
         """All nodes go on from the mean of those whose models are finite. Every rank comes here at the same step."""
         assert self._rescue is not None
         self._run.abandon()
-        is_finite = all(math.isfinite(size(self._x.read(b))) for b in range(len(self._x)))  # as the others have judged it
+        is_finite = self._run.is_finite()
         self.engine.forget_alarm()
         if self._run.take_mean_of(is_finite) == 0:
             raise error

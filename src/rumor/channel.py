@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rumor.engine import accumulator
+from rumor.engine import Buckets, accumulator
 from rumor.staging import Staging
 
 HEAD = 8  # numbers in front of a bucket: [sum of squares, alarm, scalars ..., step]; 64 bytes of float64 keep what follows aligned
@@ -111,6 +111,10 @@ def size(payload: Tensor) -> Tensor:
     """A sum of squares is finite if and only if its terms are; one that overflows is as bad a sign."""
     is_half = payload.dtype != accumulator(payload.dtype)
     return payload.sum(dtype=torch.float32) if is_half else torch.dot(payload, payload)
+
+
+def all_finite(x: Buckets) -> bool:
+    return all(math.isfinite(size(x.peek(b).reshape(-1))) for b in range(len(x)))
 
 
 class Alarm:

@@ -105,6 +105,8 @@ class Engine(Protocol):
 class Buckets(Protocol):
     """A model as an algorithm sees it: a few tensors [*nodes, d_b], each of one dtype."""
 
+    must_be_finite: bool  # or else an average raises the alarm
+
     def __len__(self) -> int: ...
     def read(self, b: int) -> Tensor: ...  # bucket b as it is now; what it returned before is overwritten
     def peek(self, b: int) -> Tensor: ...  # the same, for looking at: it disturbs nothing that is under way
@@ -137,7 +139,7 @@ class Leaves:
     """
 
     def __init__(self, tensors: Sequence[Tensor], keep: bool = False):
-        self.tensors = list(tensors)
+        self.tensors, self.must_be_finite = list(tensors), True
         self._kept = [torch.empty_like(x) for x in self.tensors] if keep else None
 
     def __len__(self) -> int:

@@ -97,6 +97,7 @@ class Flat:
 
     def __init__(self, tensors: Sequence[Tensor], room: Room):
         self._buckets = [_Bucket(pieces, room) for pieces in _cut([as_real(t) for t in tensors])]
+        self.must_be_finite = True
 
     def __len__(self) -> int:
         return len(self._buckets)

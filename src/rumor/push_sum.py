@@ -92,7 +92,7 @@ class PushSum(AtOnce):
             x.write(b, self.share(x, b, state))
         state.flight = None
         average(x, engine, state.schedule.k)
-        average(buffers, engine, state.schedule.k, finite=False)
+        average(buffers, engine, state.schedule.k)
         for b in range(len(x)):
             state.buckets["x"][b].copy_(x.read(b))
         state.scalars["w"] = engine.full(1.0)

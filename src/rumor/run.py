@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rumor.algorithm import Algorithm, Flight, Round, wait_for
+from rumor.channel import all_finite
 from rumor.engine import NO_SCALARS, Buckets, Done, Engine, Mixed, Pending, accumulator
 from rumor.schedule import ScheduleState
 
@@ -30,6 +31,7 @@ class Run:
 
     def __init__(self, algorithm: Algorithm, engine: Engine, x: Buckets, buffers: Buckets):
         self.algorithm, self.engine, self.x, self.buffers = algorithm, engine, x, buffers
+        buffers.must_be_finite = all_finite(buffers)  # BatchNorm's must stay so; a mask is infinite by design
         self.state = algorithm.start(x, engine)
         self.metrics = engine.metrics
         self.metrics.H = self.state.schedule.H
@@ -92,7 +94,7 @@ class Run:
         with record_function("rumor::mean"):
             shares = [self.algorithm.share(self.x, b, self.state) for b in range(len(self.x))]
             model = self.engine.mean(shares, self.k, doing=doing)
-            return model, self.engine.mean(_shapes(self.buffers), self.k, doing=doing, finite=False)
+            return model, self.engine.mean(_shapes(self.buffers), self.k, doing=doing, finite=self.buffers.must_be_finite)
 
     def show_mean(self) -> None:
         """The model becomes the mean of all nodes', buffers included."""
@@ -165,6 +167,10 @@ class Run:
         self._mixing = None
         wait_for(self.state.flight, or_fail=False)
         self.state.flight, self.state.expecting = None, False
+
+    def is_finite(self) -> bool:
+        """As the others judge it."""
+        return all(all_finite(tensors) for tensors in (self.x, self.buffers) if tensors.must_be_finite)
 
     def take_mean_of(self, counts: bool) -> int:
         """All nodes take the mean of the models of those that count, and go on from there. How many do?"""

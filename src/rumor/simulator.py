@@ -66,6 +66,7 @@ class Simulator:
         floats = [b for b in self._buffers.values() if is_averaged(b)]
         rows = [[as_real(t).view(self.n, -1) for t in tensors] for tensors in (self._trained, floats)]
         self._run = Run(algorithm, self.engine, *(Leaves(row, keep=algorithm.delay > 0) for row in rows))
+        self._judged = [row for row in rows[1] if row.numel()] if self._run.buffers.must_be_finite else []
         self._was_global = False  # the last round
         self._first_bad.fill_(-1)
 
@@ -197,6 +198,8 @@ class Simulator:
         largest = torch.stack(
             [as_real(leaf).reshape(self.n, -1).norm(torch.inf, dim=1).double() for leaf in self._trained if leaf.numel()]
         ).sum(dim=0)
+        if self._judged:
+            largest = largest + torch.cat(self._judged, dim=1).norm(torch.inf, dim=1)
         self._first_bad = torch.where((self._first_bad < 0) & ~largest.isfinite(), k, self._first_bad)
         was_global, self._was_global = self._was_global, self._run.round() == "global"
         # where global follows global (Parallel SGD) all nodes are the same already, and an average spoils nothing
