@@ -104,7 +104,7 @@ def test_without_scikit_learn_one_line_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     assert main(["demo", "--out", str(tmp_path)]) == 2
-    assert capsys.readouterr().err == "rumor demo: error: the demo trains on scikit-learn's digits: pip install 'rumor[examples]'\n"
+    assert capsys.readouterr().err == "rumor demo: error: the demo trains on scikit-learn's digits: pip install 'rumor[demo]'\n"
 
 
 def test_without_matplotlib_there_are_a_table_and_a_file(

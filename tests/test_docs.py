@@ -112,6 +112,14 @@ def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code() -> None:
     assert [piece for piece in pieces if piece not in source] == []
 
 
+def test_the_tests_that_the_reliability_page_names_are_there() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    names = re.findall(r"`(test_\w+)`", page)
+    assert len(names) > 15
+    assert [name for name in names if f"def {name}(" not in tests] == []
+
+
 def test_the_slurm_script_on_the_page_is_the_file() -> None:
     page = (ROOT / "docs" / "clusters.md").read_text()
     (block,) = re.findall(r"^```bash\n(#SBATCH.*?)^```", page, re.S | re.M)

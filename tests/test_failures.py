@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -99,6 +100,8 @@ def mistake(rank: int, what: str) -> None:
         rumor.Averager(nn.Sequential(nn.parallel.DistributedDataParallel(model)), rumor.gossip_pga(RING, 6))
     elif what == "compiled DDP":
         rumor.Averager(torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager"), rumor.gossip_pga(RING, 6))
+    elif what == "other algorithm on rank 2":
+        rumor.Averager(model, rumor.slowmo(RING, 6) if rank == 2 else rumor.gossip_pga(RING, 6))
     elif what == "other H on rank 2":
         rumor.Averager(model, rumor.gossip_pga(RING, 6 + (rank == 2)))
     elif what == "other model on rank 3":
@@ -134,6 +137,7 @@ MISTAKES = {
     "inside averaged": r"step\(\) inside averaged\(\), where the model is not this node's own",
     "DDP inside": "already in DistributedDataParallel",
     "compiled DDP": "already in DistributedDataParallel",
+    "other algorithm on rank 2": r"disagree on the algorithm: rank 0 has GossipPGA.*rank 2 has SlowMo",
     "other H on rank 2": r"disagree on the algorithm: rank 0 has .*H=6.*rank 2 has .*H=7",
     "other model on rank 3": r"disagree on the model: rank 0 has weight \[4, 5\].*rank 3 has weight \[5, 5\]",
 }
@@ -378,13 +382,15 @@ def test_an_averager_that_is_gone_keeps_no_more_than_the_room_for_what_may_come(
 # ---- a peer that is gone ----------------------------------------------------------------------------------------------------------
 
 
-def step_for_ever(rank: int, name: str, victim: int) -> tuple[str, float]:
-    """The victim dies at step 3; the others tell how they fared, and how long it took them to notice."""
+def step_for_ever(rank: int, name: str, victim: int, beside: str, folder: str) -> tuple[str, float]:
+    """The victim dies before its step 3; the others tell how they fared, and how long it took them to notice."""
     model = network(torch.float32)
     averager = rumor.Averager(model, ALGORITHMS[name]())
     began = time.monotonic()
     try:
-        for k in range(1000):
+        for k in averager.join(range(1000)) if beside == "join()" else range(1000):
+            if beside == "save()" and k == 3 and rank != victim:
+                rumor.save(folder, averager, k)
             if rank == victim and k == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             averager.step(1.0, lr=0.1)
@@ -393,11 +399,22 @@ def step_for_ever(rank: int, name: str, victim: int) -> tuple[str, float]:
     return "no error", 0.0
 
 
-@pytest.mark.parametrize("name", ["gossip_sgd", "gossip_pga delayed", "parallel_sgd", "osgp"])
-def test_a_dead_peer_is_an_error_within_the_time_out(brittle: Cluster, name: str) -> None:
-    for rank, (text, seconds) in brittle.survivors(1, step_for_ever, name, 1).items():
-        assert f"rank {rank} of 4 lost touch with the others while" in text
-        assert "step" in text
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [
+        ("gossip_sgd", ""),
+        ("gossip_pga delayed", ""),
+        ("parallel_sgd", ""),
+        ("osgp", ""),
+        ("gossip_pga", "join()"),
+        ("gossip_pga", "save()"),
+    ],
+)
+def test_a_dead_peer_is_an_error_within_the_time_out(brittle: Cluster, name: str, beside: str, tmp_path: Path) -> None:
+    for rank, (text, seconds) in brittle.survivors(1, step_for_ever, name, 1, beside, str(tmp_path)).items():
+        (step,) = re.findall(rf"rank {rank} of 4 lost touch with the others while .*(?:at|in or after) step (\d+)", text)
+        assert 2 <= int(step) <= 5
+        assert "node 1 is lost (its process is gone)" in text
         assert seconds < 20
 
 

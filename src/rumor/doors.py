@@ -12,10 +12,11 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 Address = tuple[str, int]
+Doors = Mapping[str, Address | None]  # by whose they are
 
 SECONDS = 1.0  # that a host has to answer
 MOST_CALLERS = 4096  # as many as a kernel lets wait, usually
@@ -37,17 +38,29 @@ def address() -> Address | None:
     return _door.getsockname()[0], _door.getsockname()[1]
 
 
-def gone(doors: Sequence[Address | None]) -> dict[int, str]:
-    """What is known of those (by their place) who do not open, after SECONDS at most."""
+def by_name(of_nodes: Sequence[Sequence[Address | None]]) -> Doors:
+    """
+    >>> list(by_name([[None], [None, None]]))
+    ['node 0', 'local rank 0 of node 1', 'local rank 1 of node 1']
+    """
+    return {
+        f"node {node}" if len(of_node) == 1 else f"local rank {rank} of node {node}": door
+        for node, of_node in enumerate(of_nodes)
+        for rank, door in enumerate(of_node)
+    }
+
+
+def gone(doors: Doors) -> dict[str, str]:
+    """What is known of those who do not open, after SECONDS at most."""
     _let_callers_go()
-    found: dict[int, str] = {}
+    found: dict[str, str] = {}
     own = address()
     with selectors.DefaultSelector() as knocking:
-        for node, door in enumerate(doors):
+        for name, door in doors.items():
             if door is None or (_is_loopback(door) and own is not None and not _is_loopback(own)):  # of another host, then: it leads to us
                 continue
-            if refusal := _knock(node, door, knocking):
-                found[node] = _reason(refusal)
+            if refusal := _knock(name, door, knocking):
+                found[name] = _reason(refusal)
         ends = time.monotonic() + SECONDS
         while knocking.get_map() and (left := ends - time.monotonic()) > 0:
             for key, _ in knocking.select(left):
@@ -60,13 +73,13 @@ def gone(doors: Sequence[Address | None]) -> dict[int, str]:
             assert isinstance(key.fileobj, socket.socket)
             found[key.data] = _reason(errno.ETIMEDOUT)
             key.fileobj.close()
-    return dict(sorted(found.items()))
+    return {name: found[name] for name in doors if name in found}
 
 
-def likely_reason(doors: Sequence[Address | None]) -> str:
+def likely_reason(doors: Doors) -> str:
     """Why a rank has lost touch with the others, as far as doors can tell."""
     if found := gone(doors):
-        return ", ".join(f"node {node} is lost ({why})" for node, why in found.items())
+        return ", ".join(f"{name} is lost ({why})" for name, why in found.items())
     return (
         "no process is gone, so a peer is slower than the time-out that init_process_group(timeout=...) sets, or has not called step(), "
         "averaged() or finish() as often as this rank"
@@ -77,7 +90,7 @@ def _reason(refusal: int) -> str:
     return "its process is gone" if refusal in (errno.ECONNREFUSED, errno.ECONNRESET) else "its host does not answer"
 
 
-def _knock(node: int, door: Address, knocking: selectors.BaseSelector) -> int:
+def _knock(name: str, door: Address, knocking: selectors.BaseSelector) -> int:
     """The error with which it was turned away at once, if it was."""
     caller = socket.socket(_family(door[0]))
     caller.setblocking(False)
@@ -85,7 +98,7 @@ def _knock(node: int, door: Address, knocking: selectors.BaseSelector) -> int:
     if refusal not in (0, errno.EINPROGRESS):
         caller.close()
         return refusal
-    knocking.register(caller, selectors.EVENT_WRITE, node)
+    knocking.register(caller, selectors.EVENT_WRITE, name)
     return 0
 
 

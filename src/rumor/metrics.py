@@ -43,6 +43,7 @@ class Metrics:
     rescues: int = 0
     consensus_distance: float | None = None
     H: int | None = None
+    _step: int | None = field(default=None, init=False, repr=False)  # the last that has begun
     _since: float = field(default=0.0, init=False, repr=False)  # when computing would have begun, had it not been interrupted
     _waited: float = field(default=0.0, init=False, repr=False)  # seconds_waiting at that time
 
@@ -57,12 +58,17 @@ class Metrics:
             self.seconds_packing += took - waiting
             self._since += took - waiting  # step_begins() takes off what was spent waiting
 
-    def step_begins(self) -> None:
+    def step_begins(self, k: int) -> None:
         """What has passed since the last one, but for the time at work, was computing."""
+        self._step = k
         now, idle = time.perf_counter(), self.seconds_waiting - self._waited
         if self._since:
             self.seconds_computing += now - self._since - idle
         self._since, self._waited = now, self.seconds_waiting
+
+    def placed(self, doing: str) -> str:
+        """What a node was doing, and when."""
+        return doing if " at step " in doing or self._step is None else f"{doing} (in or after step {self._step})"
 
     def scalars(self) -> dict[str, float]:
         """What there is to plot over the steps, by name; what is not known (H, consensus distance) is left out."""

@@ -41,7 +41,9 @@ class Node:
             except (TypeError, ValueError, RuntimeError) as error:
                 problem = error
             setup = {**setup, "rank inside the node (in local_group=)": f"{self._inside.rank} of {self._inside.n}"}
-        self._engine.agree(setup, problem)
+        self._engine.agree(setup, problem, [] if self._inside is None else list(self._inside.doors.values()))
+        if self._inside is not None:
+            self._inside.doors = self._engine.doors  # it may be any of them that is lost
 
     @property
     def size(self) -> int:

@@ -55,10 +55,10 @@ class ProcessGroup:
             raise ValueError("local_group= (the ranks inside this node) needs group= too: one rank of each node, this one among them")
         if self.rank < 0:
             raise ValueError("this process is not in the group it was given: each rank must pass a group that it belongs to")
-        self.metrics = Metrics()
+        self.metrics, self.called = Metrics(), "rank"
         self.inside = None if local_group is None else ProcessGroup(local_group)
         if self.inside is not None:
-            self.inside.metrics = self.metrics  # time spent waiting is that of one rank, whomever it waits for
+            self.inside.metrics, self.inside.called = self.metrics, "local rank"  # time is that of one rank, whomever it waits for
         self.backend = dist.get_backend(self.group)
         self._is_host = self.backend != "nccl"  # gloo and MPI send from host memory
         self.device = torch.device("cpu") if self._is_host else torch.device("cuda", torch.cuda.current_device())
@@ -69,7 +69,7 @@ class ProcessGroup:
         self._under_way: _UnderWay = {}
         self._couriers: dict[torch.device, Courier] = {}
         self._errands: dict[int, Future[None]] = {}  # by the tag of the channel
-        self._doors: list[doors.Address | None] = []
+        self.doors: doors.Doors = {}  # of all processes, as far as this one knows them
         self.forget_alarm()
         weakref.finalize(self, _keep, self._under_way, self._channels).atexit = False
 
@@ -137,17 +137,17 @@ class ProcessGroup:
 
     # ---- before and beside the steps ---------------------------------------------------------------------------------------------
 
-    def agree(self, setup: dict[str, str], problem: Exception | None = None) -> None:
+    def agree(self, setup: dict[str, str], problem: Exception | None = None, inside: Sequence[doors.Address | None] = ()) -> None:
         """Raises on every rank, naming both values, unless all have the same set-up and no rank has a problem.
 
-        It is also the first collective, which NCCL wants before any message, and settles where this engine's tags begin.
+        It is also the first collective, which NCCL wants before any message, and settles tags and doors (`inside`: of a node of several).
         """
         global _engines
         said: list[Any] = [None] * self.n
-        mine = (setup, str(problem) if problem else None, _engines, doors.address())
+        mine = (setup, str(problem) if problem else None, _engines, inside or [doors.address()])
         self._guard(lambda: dist.all_gather_object(said, mine, group=self.group), "comparing the set-up of all ranks")
         _engines = 1 + max(engines for _, _, engines, _ in said)
-        self._doors = [door for _, _, _, door in said]
+        self.doors = doors.by_name([of_node for _, _, _, of_node in said])
         self._tags = itertools.count(_engines % ENGINES * TAGS_OF_AN_ENGINE)
         while _orphans:
             for works, _ in _orphans.pop().values():
@@ -308,8 +308,8 @@ class ProcessGroup:
                 call()
         except RuntimeError as error:
             raise ConnectionError(
-                f"rank {self.rank} of {self.n} lost touch with the others while {doing}: {doors.likely_reason(self._doors)}. Once that is "
-                f"mended, restart the job from its last checkpoint. ({error})"
+                f"{self.called} {self.rank} of {self.n} lost touch with the others while {self.metrics.placed(doing)}: "
+                f"{doors.likely_reason(self.doors)}. Once that is mended, restart the job from its last checkpoint. ({error})"
             ) from error
 
     def _room_to_mix(self, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -54,7 +54,7 @@ class Run:
         if self.algorithm.needs_lr:
             lr = _as_number(lr)
         self._kind = self.round()
-        self.metrics.step_begins()
+        self.metrics.step_begins(self.k)
         with record_function(f"rumor::{self._kind}"), self.metrics.at_work():
             loss = loss if self.algorithm.needs_loss else None
             self._mixing = self.algorithm.begin(self.x, self.buffers, self.state, self.engine, loss, lr)

@@ -36,7 +36,7 @@ bandwidth = _parser(
     "a bandwidth",
     "25Gbit/s (bits) or 3.1GB/s (bytes), in full since a lone b could be either; a plain number is in bytes/s",
 )
-_count = _parser(COUNTS, "a number", "25.5M, 330M or 7B; a plain number is as it stands")
+_count = _parser(COUNTS, "a number", "its digits, or 100k, 25.5M, 7B and the like")
 
 
 _nodes = _parser({"": 1.0, "k": 1e3}, "a whole number", "it in digits, such as 32")
@@ -44,7 +44,7 @@ _nodes = _parser({"": 1.0, "k": 1e3}, "a whole number", "it in digits, such as 3
 
 def count(text: str) -> int:
     """A whole number, of parameters or steps."""
-    return _whole(_count(text), text, "25.5M, 330M or 7B, or all its digits")
+    return _whole(_count(text), text, "its digits, or 100k, 25.5M, 7B and the like")
 
 
 def nodes(text: str) -> int:

@@ -23,7 +23,7 @@ def split_by_label(n: int, seed: int) -> list[Digits]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise ImportError("the demo trains on scikit-learn's digits: pip install 'rumor[examples]'") from None
+        raise ImportError("the demo trains on scikit-learn's digits: pip install 'rumor[demo]'") from None
     images, labels = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     shuffled = np.random.default_rng(seed).permutation(len(images))
