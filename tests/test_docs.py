@@ -1,4 +1,5 @@
-"""What the pages and the README tell users to type runs: every block of Python as a script of its own, every `rumor` command."""
+"""What the pages and the README tell users to type runs: every block of Python as a script of its own, every difference, every `rumor`
+command; of other commands, what they name is there."""
 
 import ast
 import os
@@ -7,10 +8,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
+from textwrap import indent
 from typing import NamedTuple
 
 import pytest
+from torch.distributed.run import get_args_parser
 
 import rumor
 from rumor.cli import main
@@ -100,6 +104,83 @@ def test_the_commands_of_a_page_run(
         else:
             assert main(arguments) in (None, 0), line
             assert capsys.readouterr().out, line
+
+
+# ---- differences, and commands that want more hosts, data or time than there is here ----------------------------------------------------
+
+WITH_DIFFS = """
+import sys, torch, rumor
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+class Net(nn.Linear):
+    def __init__(self):
+        super().__init__(5, 1)
+
+dist.init_process_group("gloo")
+rank, device, path, algorithm = dist.get_rank(), "cpu", "model.pt", rumor.gossip_sgd(rumor.ring(2))
+loader, loss_fn = [(torch.randn(4, 5), torch.randn(4, 1)) for _ in range(7)], nn.functional.mse_loss
+for name in sys.argv[1:]:
+    model = Net()
+    opt, averager = torch.optim.SGD(model.parameters()), rumor.Averager(model, algorithm)
+    source, here = open(name).read(), dict(globals())
+    exec(compile(source, name, "exec"), here)
+    steps = 7 if "averager.step(" in source else 0
+    assert here["averager"].steps == steps, (name, here["averager"].steps)
+    here["averager"].finish()
+    del here  # DDP must be gone when the group is
+dist.destroy_process_group()
+"""
+LEFT_OUT = "for x, y in loader:\n    loss = loss_fn(model(x), y); loss.backward()"  # what a diff may write as ...
+
+
+def test_diffs_run_before_and_after(tmp_path: Path) -> None:
+    diffs = [(page.stem, block) for page in PAGES for block in re.findall(r"^```diff\n(.*?)^```", page.read_text(), re.S | re.M)]
+    assert diffs
+    names = []
+    for number, (page, diff) in enumerate(diffs):
+        assert all(line[:2] in ("  ", "- ", "+ ") for line in diff.splitlines()), diff
+        for side, when in (("-", "before"), ("+", "after")):
+            lines = [line[2:] for line in diff.splitlines() if line[0] in (" ", side)]
+            names.append(f"{page}-{number}-{when}.py")
+            (tmp_path / names[-1]).write_text("\n".join(LEFT_OUT if line == "..." else line for line in lines) + "\n")
+    (tmp_path / "script.py").write_text(WITH_DIFFS)
+    printed(["env", "TORCH_COMPILE_DISABLE=1", *TORCHRUN, "2", "script.py", *names], tmp_path)
+
+
+def long_commands() -> dict[str, list[str]]:
+    """Of all pages, by the line as it stands there: those that are not run."""
+    found = {}
+    for page in PAGES:
+        text = re.sub(r"^```(python|diff)\n.*?^```", "", page.read_text(), flags=re.S | re.M).replace("\\\n", " ")
+        text = re.sub(r"^```bash\n(.*?)^```", lambda block: indent(block[1], "    "), text, flags=re.S | re.M)
+        for line in re.findall(r"^ {4}((?:torchrun|python3?|make|pip) .*)$", text, re.M):
+            found[line] = shlex.split(line, comments=True)
+    return found
+
+
+@lru_cache
+def help_of(script: Path) -> str:
+    return printed([sys.executable, str(script), "--help"], ROOT)
+
+
+@pytest.mark.parametrize("line", long_commands())
+def test_a_command_that_is_not_run_names_what_there_is(line: str) -> None:
+    name, *arguments = long_commands()[line]
+    if name == "torchrun":
+        options = get_args_parser().parse_args(arguments)  # torchrun's own
+        if options.module:
+            assert options.training_script == "rumor"
+            return
+        arguments = [options.training_script, *options.training_script_args]
+    if name == "make":
+        assert re.search(rf"^{arguments[0]}:", (ROOT / "Makefile").read_text(), re.M)
+    elif name == "pip":
+        assert arguments[0] == "install"
+    elif arguments[0] not in {block.name for page in PAGES for block in python_blocks(page)}:
+        known = help_of(ROOT / arguments[0])
+        assert [word for word in arguments[1:] if word.startswith("--") and word not in known] == []
 
 
 def test_the_errors_of_the_troubleshooting_page_are_those_of_the_code() -> None:
