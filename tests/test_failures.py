@@ -418,6 +418,22 @@ def test_a_dead_peer_is_an_error_within_the_time_out(brittle: Cluster, name: str
         assert seconds < 20
 
 
+def skips_a_step(rank: int, skipped: int) -> None:
+    averager = rumor.Averager(network(), rumor.gossip_pga(RING, 4))
+    for k in averager.join(range(20)):
+        if rank != 1 or k != skipped:
+            averager.step()
+    averager.finish()
+
+
+@pytest.mark.parametrize("skipped", [5, 7], ids=["gossip", "global"])
+def test_a_rank_that_skips_a_step_is_named_before_the_next(brittle: Cluster, skipped: int) -> None:
+    texts = [text for _, text in brittle.errors(skips_a_step, skipped)]
+    assert f"nodes are out of step: node 0 sent its message of step {skipped + 1} where this node is at step {skipped}" in texts[1]
+    for rank in (0, 2, 3):
+        assert f"node 1 sent its message of step {skipped} where" in texts[rank] or "lost touch with the others" in texts[rank]
+
+
 def slow_peer(rank: int) -> tuple[str, float]:
     model = network(torch.float32)
     averager = rumor.Averager(model, rumor.gossip_sgd(RING))

@@ -64,13 +64,14 @@ class Gossip(Pending):
     works: list[Work]
     links: Links
     k: int
+    doing: str
     scalars: int
     own: bool
     _pull: Pull | None = None
 
     def heard(self) -> Iterator[tuple[Message, Tensor, float, bool | Tensor]]:
         """Each neighbour's message, its payload, its weight, and whether it is finite, as far as the host knows that."""
-        self.engine._arrive(self.channel, self.works, gossiping(self.links, self.k), [node for node, _, _ in self.links.receive])
+        self.engine._arrive(self.channel, self.works, self.doing, [node for node, _, _ in self.links.receive])
         for place, (message, (node, _, w)) in enumerate(zip(self.inbox, self.links.receive, strict=True)):
             finite = self.engine._alarm.hear(message, node, self.k)
             yield message, self.channel.mixable(place, message) if finite is not False else self.channel.own, w, finite
@@ -159,20 +160,6 @@ class Mean(Pending):
     def wait(self) -> Mixed:
         scalars = self.total.arrive()
         return Mixed(self.total.parts[self.place].to(self.total.channels[self.place].own.device, non_blocking=True), scalars)
-
-
-class Vote:
-    """Under way: whether every node has what was asked for."""
-
-    doing = "asking whether every node has another batch"
-
-    def __init__(self, engine: ProcessGroup, least: Tensor):
-        self.engine, self.least = engine, least  # 1 where a node has it, else 0
-        self.works: list[Work] = []
-
-    def is_unanimous(self) -> bool:
-        self.engine._wait(self.works, self.doing)
-        return bool(self.least.item())
 
 
 def side_by_side(channels: Sequence[Channel]) -> Iterator[list[Channel]]:

@@ -241,10 +241,10 @@ class Averager:
         end = object()
         ahead = iter(batches)
         batch: Any = next(ahead, end)
-        vote = self._node.all_have(batch is not end)
+        vote = self._node.all_have(batch is not end, self.steps)
         while vote.is_unanimous():
             following: Any = next(ahead, end)
-            vote = self._node.all_have(following is not end)
+            self._node.all_have(following is not end, self.steps)
             yield batch
             batch = following
 

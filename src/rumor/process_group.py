@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rumor import doors
-from rumor.arrivals import Gossip, Links, Mean, Sum, Vote, gossiping, side_by_side, unrecorded
+from rumor.arrivals import Gossip, Links, Mean, Sum, gossiping, side_by_side, unrecorded
 from rumor.channel import Alarm, Channel, DeviceAlarm, Message, Work
 from rumor.engine import Pending, accumulator, rounded
 from rumor.flat import as_real
@@ -75,19 +75,22 @@ class ProcessGroup:
 
     # ---- the collectives -------------------------------------------------------------------------------------------------------
 
-    def gossip(self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
+    def gossip(
+        self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, *, doing: str | None = None
+    ) -> Gossip:
         channel, links = self._channel(x), self._links_of(topology, k)
+        doing = doing or gossiping(links, k)
         inbox: list[Message] = []
         works: list[Work] = []
 
         def send() -> None:
             channel.write_head(self._alarm, self.rank, k, scalars)
-            self._guard(lambda: self._post(channel, links, inbox, works), gossiping(links, k))
+            self._guard(lambda: self._post(channel, links, inbox, works), doing)
 
         self._once_on_host(channel, send)
         self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += len(links.send) * channel.out.whole.nbytes
-        return Gossip(self, channel, inbox, works, links, k, 0 if scalars is None else scalars.numel(), own)
+        return Gossip(self, channel, inbox, works, links, k, doing, 0 if scalars is None else scalars.numel(), own)
 
     def expect(self, x: Tensor, topology: Topology, k: int) -> None:
         """Posts the receives of step k ahead, so that a neighbour who is there first need not wait to send.
@@ -164,13 +167,6 @@ class ProcessGroup:
         said: list[Any] = [None] * self.n
         self._guard(lambda: dist.all_gather_object(said, values, group=self.group), doing)
         _check_alike(said)
-
-    def all_have(self, this_one_has: bool) -> Vote:
-        """Asks every node."""
-        vote = Vote(self, torch.tensor([float(this_one_has)], device=self.device))
-        post = partial(dist.all_reduce, vote.least, dist.ReduceOp.MIN, group=self.group, async_op=True)
-        self._guard(lambda: vote.works.append(post()), vote.doing)
-        return vote
 
     def broadcast(self, tensors: Iterable[Tensor], group: Group | None = None) -> None:
         """Every rank of `group` takes its rank 0's values, in place."""
