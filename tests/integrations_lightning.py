@@ -96,6 +96,32 @@ def resumed(folder: Path) -> dict[str, Any]:
     }
 
 
+class Dropping(Module):
+    """Draws random numbers at every step."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (self.net(torch.dropout(batch[0], 0.2, train=True)) - batch[1]).square().mean()
+
+
+def resumed_with_dropout(folder: Path) -> dict[str, Tensor]:
+    """As above, with a loader that draws, too, and validation before each checkpoint and before the first epoch."""
+    ends = {}
+    for name, epochs, start in (("whole", 2, None), ("first", 1, None), ("rest", 2, "dropout.ckpt")):
+        torch.manual_seed(11 + dist.get_rank() if start is None else 99)
+        callback, saver = RumorCallback(PGA), ModelCheckpoint(folder, filename="dropout", enable_version_counter=False)
+        module, shuffled = Dropping(seed=0), DataLoader(TensorDataset(*dataset()), BATCH, shuffle=True)
+        fit = trainer(
+            folder,
+            callback,
+            callbacks=[callback, saver] if name == "first" else [callback],
+            max_epochs=epochs,
+            enable_checkpointing=name == "first",
+        )
+        fit.fit(module, shuffled, loader(), ckpt_path=start and folder / start)
+        ends[name] = torch.stack(module.seen)
+    return ends
+
+
 def resumed_from_the_mean(folder: Path) -> Tensor:
     """The first step of a run that takes only the mean model from the checkpoint, with another method."""
     module = Module(seed=5)
@@ -154,6 +180,7 @@ def main(folder: Path) -> None:
             "resumed": by_hand(DELAYED, epochs[:2]),
         },
         "resumed": resumed(folder),
+        "with dropout": resumed_with_dropout(folder),
         "from the mean": resumed_from_the_mean(folder),
         "batch": epochs[1][0],
     }

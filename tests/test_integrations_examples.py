@@ -94,6 +94,14 @@ def test_the_kubernetes_job_finds_its_pods() -> None:
     assert (ROOT / container["command"][-1]).exists()
 
 
+@pytest.mark.parametrize(("name", "library"), [("lightning", "lightning"), ("huggingface", "transformers")])
+def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(name: str, library: str, tmp_path: Path) -> None:
+    lines = [f"import sys; sys.modules['{library}'] = None", "try:", f"    import rumor.integrations.{name}"]
+    source = "\n".join([*lines, "except ImportError as error:", "    print(error)"])
+    said = run(["-c", source], tmp_path)
+    assert said.endswith(f"rumor.integrations.{name} needs pip install 'rumor[{name}]'\n"), said
+
+
 def test_importing_rumor_imports_none_of_them(tmp_path: Path) -> None:
     libraries = ["lightning", "transformers", "accelerate", "ray", "tensorboard", "safetensors"]
     run(["-c", f"import sys, rumor, rumor.integrations; assert not set({libraries}) & set(sys.modules)"], tmp_path)

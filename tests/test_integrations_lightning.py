@@ -63,6 +63,13 @@ def test_a_resumed_fit_is_the_uninterrupted_one(ranks: Ranks) -> None:
         assert rest["counts"]["rounds"] == whole["counts"]["rounds"]  # bytes differ by those of validating and saving the mean
 
 
+def test_a_resumed_fit_draws_the_random_numbers_of_the_uninterrupted_one(ranks: Ranks) -> None:
+    for rank in ranks:
+        ends = rank["with dropout"]
+        assert torch.equal(ends["first"], ends["whole"][:BATCHES])
+        assert torch.equal(ends["rest"], ends["whole"][BATCHES:])
+
+
 @pytest.mark.parametrize("name", ["stop", "weights"])
 def test_a_checkpoint_holds_the_mean_model(ranks: Ranks, folder: Path, name: str) -> None:
     models = stopped(ranks)

@@ -177,7 +177,8 @@ class Averager:
             self._rescue.state.clear()
             self._rescue.zero_grad()
             self.metrics.rescues += 1
-            warnings.warn(f"node {self.engine.rank} goes on from the mean of the others at step {self._run.k}: {error}", stacklevel=4)
+            why = str(error).split(";")[0]  # the rest says what to do where nobody is rescued
+            warnings.warn(f"node {self.engine.rank} goes on from the mean of the others at step {self._run.k}: {why}", stacklevel=5)
 
     def _share_all(self) -> None:
         """After a global round, inside the node: float buffers have changed, too, and alarms are settled."""

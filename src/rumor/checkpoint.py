@@ -60,7 +60,7 @@ def save(folder: str | Path, averager: Averager, position: Any = None, *, keep: 
         "format": FORMAT,
         "model": averager.model.state_dict(),
         "averager": averager.state_dict(),
-        "random": _random_state(averager),
+        "random": random_state(averager.device),
         "position": averager.steps if position is None else position,
         "others": {name: other.state_dict() for name, other in others.items()},
         "kinds": {name: type(other).__name__ for name, other in others.items()},
@@ -97,7 +97,7 @@ def load(folder: str | Path, averager: Averager, *, step: int | None = None, **o
     averager.model.load_state_dict(state["model"])
     if entry["nodes"] == averager.engine.n:
         averager.load_state_dict(state["averager"])
-        _restore_random(state["random"], averager)
+        restore_random(state["random"], averager.device)
     else:
         averager.go_on(state["averager"])
     for name, other in others.items():
@@ -280,9 +280,10 @@ def _read(path: Path) -> dict[str, Any]:
 # ---- random numbers -----------------------------------------------------------------------------------------------------------------
 
 
-def _random_state(averager: Averager) -> dict[str, Any]:
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Of this process and its device, as what `torch.load(..., weights_only=True)` takes."""
     name, keys, position, has_gauss, gauss = np.random.get_state()
-    cuda = [torch.cuda.get_rng_state(averager.device)] if averager.device.type == "cuda" else []
+    cuda = [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
     return {
         "torch": torch.get_rng_state(),
         "cuda": cuda,
@@ -291,10 +292,10 @@ def _random_state(averager: Averager) -> dict[str, Any]:
     }
 
 
-def _restore_random(state: dict[str, Any], averager: Averager) -> None:
+def restore_random(state: dict[str, Any], device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and averager.device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"][0], averager.device)
+    if state["cuda"] and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"][0].cpu(), device)
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]

@@ -92,8 +92,9 @@ def _why_not_local(case: Case) -> str:
         return f"{start}, but its transient stage is of the order of {theirs:.1e} steps, not {f'{ours:.1e}' if ours else 'none'}"
     # contraction(l) = 1 for l < log2(n) at the worst phase of a one-peer cycle, say: the bound then sees no gossip at all
     return (
-        f"{start}. Its transient stage is no longer as far as the theory can tell ({theirs:.1e}, {ours:.1e}: bounds, which see hardly any "
-        "gain from gossip within so short a period), but the paper's ResNet-50 lost 2 points of accuracy with it and none with Gossip-PGA"
+        f"{start}. Local SGD's transient stage is not longer, as far as the theory can tell ({theirs:.1e}, {ours:.1e}: bounds, which see "
+        "hardly any gain from gossip within so short a period), but the paper's ResNet-50 lost 2 points of accuracy with it and none with "
+        "Gossip-PGA"
     )
 
 

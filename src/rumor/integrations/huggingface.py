@@ -13,10 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+try:
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{error}: rumor.integrations.huggingface needs pip install 'rumor[huggingface]'", name=error.name) from None
 
 from rumor.algorithm import Algorithm
 from rumor.averager import Averager

@@ -7,14 +7,19 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.apply_func import move_data_to_device
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
+
+try:
+    from lightning.fabric.utilities.apply_func import move_data_to_device
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(f"{error}: rumor.integrations.lightning needs pip install 'rumor[lightning]'", name=error.name) from None
 
 from rumor.algorithm import Algorithm
 from rumor.averager import Averager
+from rumor.checkpoint import random_state, restore_random
 
 KEY = "rumor"  # of what the nodes have of their own, in a checkpoint
 
@@ -46,9 +51,9 @@ class RumorCallback(Callback):
 
     Args:
         algorithm: what `rumor.gossip_pga(...)` and its like return, for as many nodes as there are processes.
-        save_nodes: checkpoints also hold every node's own model, optimizer and averager, which rank 0 gathers: the rest of a resumed run
-            is bitwise the one that was not interrupted. Without, they hold the mean model and rank 0's optimizer, and are as small as
-            DDP's; a resumed run then starts on every node from these, with a new averager.
+        save_nodes: checkpoints also hold every node's own model, optimizer, averager and random numbers, which rank 0 gathers: the rest of
+            a run that is resumed after a whole epoch is bitwise the one that was not interrupted. Without, they hold the mean model and
+            rank 0's optimizer, and are as small as DDP's; a resumed run then starts on every node from these, with a new averager.
 
     Attributes:
         averager: the `rumor.Averager`, from the start of a fit on.
@@ -58,6 +63,7 @@ class RumorCallback(Callback):
         self.algorithm, self.save_nodes = algorithm, save_nodes
         self.averager: Averager | None = None
         self._loaded: dict[str, Any] | None = None  # this node's part of the checkpoint to resume from
+        self._random: dict[str, Any] | None = None  # likewise, for when training goes on: much draws before that
         self._losses: list[Tensor] = []  # of the batches since the last optimizer step
         self._lr: float | None = None  # of the optimizer step in this batch, if there was one
         self._showing_mean = ExitStack()
@@ -89,7 +95,25 @@ class RumorCallback(Callback):
         if self._loaded is not None:
             pl_module.load_state_dict(self._loaded["state_dict"], strict=pl_module.strict_loading)
             self.averager.load_state_dict(self._loaded["averager"])
-            self._loaded = None
+            self._random, self._loaded = self._loaded["random"], None
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Of the first epoch of a resumed run, where Lightning has made the loader's iterator already, which has drawn."""
+        loop = trainer.fit_loop
+        if self._draw_as_saved(pl_module) and (loop.epoch_loop.restarting or getattr(loop, "is_resuming", False)):
+            iter(loop._data_fetcher)  # type: ignore[arg-type]
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Of a run that is resumed in the middle of an epoch, which does not start."""
+        self._draw_as_saved(pl_module)
+
+    def _draw_as_saved(self, pl_module: LightningModule) -> bool:
+        """Goes on with the random numbers of the checkpoint, once."""
+        if self._random is None:
+            return False
+        restore_random(self._random, pl_module.device)
+        self._random = None
+        return True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         """Also called where GradScaler then skips the step, so all nodes agree that there was one."""
@@ -130,6 +154,7 @@ class RumorCallback(Callback):
             return
         own = {name: checkpoint[name] for name in self._own_keys(trainer) if name in checkpoint}
         own |= {"state_dict": pl_module.state_dict(), "averager": self.averager.state_dict()}
+        own["random"] = random_state(pl_module.device)
         everybody: list[Any] | None = [None] * trainer.world_size if trainer.is_global_zero else None
         torch.distributed.gather_object(move_data_to_device(own, torch.device("cpu")), everybody)
         if everybody is not None:
