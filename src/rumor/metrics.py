@@ -28,7 +28,8 @@ class Metrics:
         seconds_computing: time from the end of one step() to the next: forward, backward, optimizer, and loading of data.
         seconds_packing: time in step() that was not spent waiting: packing, sending and mixing.
         seconds_waiting: time that the host stood still for messages.
-        waited_for: of these, the seconds that gossip waited for each neighbour, by node: who is slow shows up with all of his.
+        waited_for: of these, the seconds that gossip, and the question in join(), waited for each node: who is slow shows up with all of
+            his.
         rescues: how often this node has taken the others' average because its own model was not finite (`rescue=`).
         consensus_distance: 1/n sum_i ||x_i - x_bar||^2 when it was last asked for, and None before.
         H: the period in force, None where there is none.
