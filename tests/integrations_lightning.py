@@ -138,8 +138,12 @@ def weights(folder: Path) -> None:
 
 
 def refused(folder: Path, ckpt_path: Path | None = None, **options: Any) -> str:
+    return refused_with(PGA, folder, ckpt_path, **options)
+
+
+def refused_with(algorithm: Any, folder: Path, ckpt_path: Path | None = None, **options: Any) -> str:
     try:
-        trainer(folder, RumorCallback(PGA), **options).fit(Module(seed=0), loader(), ckpt_path=ckpt_path)
+        trainer(folder, RumorCallback(algorithm), **options).fit(Module(seed=0), loader(), ckpt_path=ckpt_path)
     except ValueError as error:
         return str(error)
     return "it was not refused"
@@ -149,11 +153,14 @@ def refusals(folder: Path) -> dict[str, str]:
     if dist.get_rank() == 0:
         saved = torch.load(folder / "stop.ckpt", weights_only=True)
         torch.save({**saved, "rumor": saved["rumor"][:3]}, folder / "three.ckpt")
+        of_old = [{name: value for name, value in node.items() if name != "random"} for node in saved["rumor"]]
+        torch.save({**saved, "rumor": of_old}, folder / "old.ckpt")
         torch.save({name: value for name, value in saved.items() if name != "rumor"}, folder / "foreign.ckpt")
     dist.barrier()
     return {
         "sync_batchnorm": refused(folder, sync_batchnorm=True),
         "three nodes": refused(folder, folder / "three.ckpt"),
+        "old": refused_with(DELAYED, folder, folder / "old.ckpt", max_epochs=2),
         "no nodes": refused(folder, folder / "foreign.ckpt"),
         "two callbacks": refused(folder, callbacks=[RumorCallback(PGA), RumorCallback(PGA)]),
         "one device": refused(folder, strategy="single_device", devices=1),

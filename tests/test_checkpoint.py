@@ -378,3 +378,33 @@ def test_a_foreign_folder_is_refused(four: Cluster, foreign: str, tmp_path: Path
     (tmp_path / "latest.json").write_text(foreign)
     for _, text in four.errors(position_in, str(tmp_path)):
         assert "is not what rumor.save() writes" in text
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.amplitude = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+        self.register_buffer("mask", torch.full((2,), -torch.inf))
+        self.register_buffer("seen", torch.zeros(2))
+
+
+def waves(rank: int, folder: str, saves: bool) -> tuple[list[complex], list[float], list[float]]:
+    """Node 1's statistics go bad before it saves: it is left out."""
+    model = Waves()
+    averager = rumor.Averager(model, rumor.gossip_pga(rumor.ring(N if saves else 3), 6))
+    if saves:
+        with torch.no_grad():
+            model.amplitude.fill_(complex(rank, 2 * rank))
+            model.seen.fill_(float("nan") if rank == 1 else rank)
+        rumor.save(folder, averager, 0)
+    else:
+        rumor.load(folder, averager)
+    return model.amplitude.tolist(), model.mask.tolist(), model.seen.tolist()
+
+
+def test_with_fewer_nodes_complex_numbers_and_masks_are_kept(four: Cluster, three: Cluster, tmp_path: Path) -> None:
+    four.run(waves, str(tmp_path), True)
+    for amplitude, mask, seen in three.run(waves, str(tmp_path), False):
+        assert amplitude == [pytest.approx(complex(5 / 3, 10 / 3))] * 2  # the mean of nodes 0, 2 and 3
+        assert mask == [-torch.inf] * 2
+        assert seen == [pytest.approx(5 / 3)] * 2

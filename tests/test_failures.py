@@ -274,6 +274,7 @@ def test_a_rejected_message_is_replaced_by_ones_own(brittle: Cluster, dtype: tor
 def poisoned_statistics(rank: int, how: str) -> tuple[str, bool]:
     """A forward has overflowed on node 2, and the optimizer's step was left out: the parameters are good, BatchNorm's averages are not."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    model.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))  # as large as it may be, and finite
     averager = rumor.Averager(
         model, {"osgp": rumor.osgp(RING), "delayed": rumor.gossip_pga(RING, 4, delay=1)}.get(how, rumor.gossip_pga(RING, 4))
     )

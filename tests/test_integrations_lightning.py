@@ -107,3 +107,7 @@ def test_without_the_nodes_all_start_from_the_mean_model(ranks: Ranks, folder: P
 def test_what_cannot_be_is_refused(ranks: Ranks, case: str, message: str) -> None:
     for rank in ranks:
         assert re.search(message, rank["refused"][case]), rank["refused"][case]
+
+
+def test_a_checkpoint_without_random_numbers_will_do(ranks: Ranks) -> None:
+    assert all(rank["refused"]["old"] == "it was not refused" for rank in ranks)

@@ -439,6 +439,57 @@ def uneven(rank: int, lengths: list[int]) -> tuple[list[int], float]:
     return seen, averager.consensus_distance()
 
 
+def joins_of_all_kinds(rank: int) -> dict[str, Any]:
+    """Inside each other, left early, taken up again, side by side; begun in inference mode; with a step that one rank settles alone."""
+    model = network()
+    averager = rumor.Averager(model, rumor.gossip_pga(RING, 4), lazy=True)
+    with torch.inference_mode():
+        found: dict[str, Any] = {"inference": list(averager.join(range(3 + rank)))}
+    found["outer"], found["inner"] = [], []
+    for batch in averager.join(range(5 + rank)):
+        averager.step()
+        if rank == 1:
+            averager.settle()
+        found["outer"].append(batch)
+        found["inner"].append(len(list(averager.join(range(4 - rank % 2)))))
+        for _ in averager.join(range(9)):
+            break
+    begun = averager.join(range(6 - rank))
+    found["begun"] = [next(begun), list(averager.join(range(2))), list(begun)]
+    found["zip"] = list(zip(averager.join(range(4)), averager.join(range(3 + rank)), strict=False))
+    averager.finish()
+    return found
+
+
+def test_joins_may_be_nested_left_and_mixed(four: Cluster) -> None:
+    for found in four.run(joins_of_all_kinds):
+        assert found["inference"] == [0, 1, 2]
+        assert found["outer"] == [0, 1, 2, 3, 4]
+        assert found["inner"] == [3] * 5
+        assert found["begun"] == [0, [0, 1], [1, 2]]
+        assert found["zip"] == [(0, 0), (1, 1), (2, 2)]
+
+
+def rescued_in_a_loop(rank: int, joins: bool) -> tuple[int, int]:
+    model = network(torch.float32)
+    averager = rumor.Averager(model, rumor.gossip_sgd(RING), rescue=torch.optim.SGD(model.parameters()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if rank == 0 else "error")
+        for batch in averager.join(range(20)) if joins else range(20):
+            if rank == 0 and batch == 3:
+                with torch.no_grad():
+                    model[0].weight.fill_(float("nan"))
+            averager.step()
+    return averager.metrics.rescues, averager.metrics.bytes_sent
+
+
+def test_a_rescue_in_a_join_is_one(four: Cluster) -> None:
+    votes = 21 * (N - 1) * 16  # bytes
+    joined, plain = four.run(rescued_in_a_loop, True), four.run(rescued_in_a_loop, False)
+    assert [rescues for rescues, _ in joined] == [1, 0, 0, 0]
+    assert [sent - votes for _, sent in joined] == [sent for _, sent in plain]  # as many means
+
+
 @pytest.mark.parametrize("lengths", [[9, 7, 12, 8], [5, 5, 5, 5], [3, 0, 4, 1]])
 def test_all_loops_end_with_the_shortest(four: Cluster, lengths: list[int]) -> None:
     for seen, distance in four.run(uneven, lengths):

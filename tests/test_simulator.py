@@ -222,6 +222,15 @@ def test_a_node_with_bad_statistics_is_named_and_a_mask_is_not() -> None:
     assert masked.metrics.rounds["global"] == 1
 
 
+def test_an_empty_parameter_is_no_matter() -> None:
+    model = nn.Linear(2, 2)
+    model.none = nn.Parameter(torch.zeros(0))
+    sim = rumor.Simulator(model, rumor.gossip_pga(RING, 2))
+    for _ in range(2):
+        sim.step()
+    assert sim.metrics.rounds == {"gossip": 1, "global": 1}
+
+
 def test_wrong_input_is_refused() -> None:
     sim = rumor.Simulator(network(), rumor.gossip_aga(RING, 4))
     x, y = (part[0] for part in batches(1))

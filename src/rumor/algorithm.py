@@ -162,7 +162,7 @@ class GossipPGA(AtOnce):
                 flight.sent.append(x.read(b))
                 flight.pending.append(engine.gossip(flight.sent[b], self.topology, k))
         if kind == "global":
-            flight.buffers = engine.mean([buffers.read(b) for b in range(len(buffers))], k, finite=buffers.must_be_finite)
+            flight.buffers = engine.mean([buffers.read(b) for b in range(len(buffers))], k, judge=buffers.judge)
         if kind == "global" and loss is not None:  # by gossip each node would have a loss, hence a period, of its own
             flight.loss = flight.pending[0] if all_reduce else engine.mean([torch.zeros_like(loss)], k, loss)[0]
         return flight
@@ -245,7 +245,7 @@ def wait_for(flight: Flight | None, or_fail: bool = True) -> None:
 
 def average(x: Buckets, engine: Engine, k: int) -> None:
     """x <- J x, once training is done."""
-    pending = engine.mean([x.read(b) for b in range(len(x))], k, doing="in finish()", finite=x.must_be_finite)
+    pending = engine.mean([x.read(b) for b in range(len(x))], k, doing="in finish()", judge=x.judge)
     for b, message in enumerate(pending):
         x.write(b, message.wait().x)
 

@@ -64,14 +64,13 @@ class Gossip(Pending):
     works: list[Work]
     links: Links
     k: int
-    doing: str
     scalars: int
     own: bool
     _pull: Pull | None = None
 
     def heard(self) -> Iterator[tuple[Message, Tensor, float, bool | Tensor]]:
         """Each neighbour's message, its payload, its weight, and whether it is finite, as far as the host knows that."""
-        self.engine._arrive(self.channel, self.works, self.doing, [node for node, _, _ in self.links.receive])
+        self.engine._arrive(self.channel, self.works, gossiping(self.links, self.k), [node for node, _, _ in self.links.receive])
         for place, (message, (node, _, w)) in enumerate(zip(self.inbox, self.links.receive, strict=True)):
             finite = self.engine._alarm.hear(message, node, self.k)
             yield message, self.channel.mixable(place, message) if finite is not False else self.channel.own, w, finite
@@ -88,7 +87,7 @@ class Gossip(Pending):
 
     def wait(self) -> Mixed:
         x = self.channel.own
-        mixed = self.engine._room_to_mix(len(x), x.dtype, x.device)
+        mixed = _room_to_mix(self.engine._scratch, x)
         own = 0.0 if not self.own else self.links.own_32 if mixed.dtype == torch.float32 else self.links.own
         scaled(x, own, mixed) if self.own else mixed.zero_()
         scalars = self.channel.out.scalars(self.scalars) * own
@@ -160,6 +159,13 @@ class Mean(Pending):
     def wait(self) -> Mixed:
         scalars = self.total.arrive()
         return Mixed(self.total.parts[self.place].to(self.total.channels[self.place].own.device, non_blocking=True), scalars)
+
+
+def _room_to_mix(scratch: dict[tuple[torch.dtype, torch.device], Tensor], x: Tensor) -> Tensor:
+    kind = (accumulator(x.dtype), x.device)
+    if kind not in scratch or len(scratch[kind]) < len(x):
+        scratch[kind] = torch.empty(len(x), dtype=kind[0], device=x.device)
+    return scratch[kind][: len(x)]
 
 
 def side_by_side(channels: Sequence[Channel]) -> Iterator[list[Channel]]:

@@ -235,19 +235,20 @@ class Averager:
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """`batches` for as long as every node has one, so that nobody waits for a node that has run out. A collective, in every turn.
 
-        Every rank loops over its own: `for x, y in averager.join(loader)`. All loops end together, with the shortest; what is left over of
-        the others is dropped (shuffle, and it is another part each epoch). Whether all have the next batch is asked while this one trains,
+        Every rank loops over its own: `for x, y in averager.join(loader)`. All loops end together, with the shortest; what the others have
+        left is dropped (shuffle, and it is another part each epoch). Whether all have the next batch is asked while this one trains,
         so `batches` is one ahead of the loop: a checkpoint from inside it should count batches, and not save the loader's own state.
         """
-        end = object()
-        ahead = iter(batches)
-        batch: Any = next(ahead, end)
-        vote = self._node.all_have(batch is not end, self.steps)
-        while vote.is_unanimous():
-            following: Any = next(ahead, end)
-            self._node.all_have(following is not end, self.steps)
-            yield batch
-            batch = following
+        end, ahead, vote = object(), iter(batches), self._node.vote()
+        following: Any = next(ahead, end)
+        try:
+            vote.ask(self._node.all_of(following is not end), self._run.begun)
+            while vote.is_unanimous():
+                batch, following = following, next(ahead, end)
+                vote.ask(self._node.all_of(following is not end), self._run.begun)
+                yield batch
+        finally:
+            vote.leave()
 
     @contextmanager
     def averaged(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rumor.engine import Buckets, accumulator
+from rumor.engine import Judge, accumulator, size
 from rumor.staging import Staging
 
 HEAD = 8  # numbers in front of a bucket: [sum of squares, alarm, scalars ..., step]; 64 bytes of float64 keep what follows aligned
@@ -87,18 +87,18 @@ class Channel:
             self._total = Message(length, accumulator(dtype), device, pinned, head=accumulator(dtype))
         return self._total
 
-    def come_to_host(self) -> None:
+    def come_to_host(self, judge: Judge = size) -> None:
         """Where the bucket is on a GPU and `out` is not: starts to copy it."""
         if self.staging is not None:
-            self.staging.to_host(self.out.payload, size)
+            self.staging.to_host(self.out.payload, judge)
 
     def wait_for_host(self) -> None:
         if self.staging is not None:
             self.staging.copied.synchronize()
 
-    def write_head(self, alarm: Alarm, node: int, k: int, scalars: Tensor | None) -> None:
+    def write_head(self, alarm: Alarm, node: int, k: int, scalars: Tensor | None, judge: Judge = size) -> None:
         """Makes `out` ready to go."""
-        alarm.write(self.out, size(self.out.payload) if self.staging is None else self.staging.size, node, k)
+        alarm.write(self.out, judge(self.out.payload) if self.staging is None else self.staging.size, node, k)
         if scalars is not None:
             self.out.scalars(scalars.numel()).copy_(scalars)
 
@@ -107,14 +107,11 @@ class Channel:
         return message.payload if self.staging is None else self.staging.to_device(place, message.payload)
 
 
-def size(payload: Tensor) -> Tensor:
-    """A sum of squares is finite if and only if its terms are; one that overflows is as bad a sign."""
-    is_half = payload.dtype != accumulator(payload.dtype)
-    return payload.sum(dtype=torch.float32) if is_half else torch.dot(payload, payload)
-
-
-def all_finite(x: Buckets) -> bool:
-    return all(math.isfinite(size(x.peek(b).reshape(-1))) for b in range(len(x)))
+def out_of_step(node: int, there: float, here: float) -> RuntimeError:
+    return RuntimeError(
+        f"nodes are out of step: node {node} sent its message of step {there:.0f} where this node is at step {here:.0f}. Every rank must "
+        "call step() equally often, also one with fewer batches, and go on from a checkpoint of the same step"
+    )
 
 
 class Alarm:
@@ -140,10 +137,7 @@ class Alarm:
         head = message.on_host
         assert head is not None
         if head[-1] != k:
-            raise RuntimeError(
-                f"nodes are out of step: node {node} sent its message of step {head[-1]:.0f} where this node is at step {k}. Every rank "
-                "must call step() equally often, also one with fewer batches, and go on from a checkpoint of the same step"
-            )
+            raise out_of_step(node, float(head[-1]), k)
         finite = math.isfinite(head[0])
         with self._lock:
             self.earliest = min(self.earliest, float(head[1]), math.inf if finite else k * self.n + node)

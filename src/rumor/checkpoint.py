@@ -8,7 +8,7 @@ import pickle
 import random
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -147,7 +147,7 @@ def _state_for(averager: Averager, folder: Path, entry: dict[str, Any], others: 
         averager.check_state(state["averager"])
     else:
         models = [state["model"] if other == path else _read(other)["model"] for other in paths]
-        state["model"] = _mean_of(models, path.parent)
+        state["model"] = _mean_of(models, dict(averager.model.named_parameters()), path.parent)
     return state
 
 
@@ -171,19 +171,22 @@ def _check_others(state: dict[str, Any], others: dict[str, Stateful], path: Path
                 raise ValueError(f"{path} has {name} with groups of {sizes[0]} parameters, but they are of {sizes[1]} here")
 
 
-def _mean_of(models: list[dict[str, Tensor]], folder: Path) -> dict[str, Tensor]:
+def _mean_of(models: list[dict[str, Tensor]], trained: Collection[str], folder: Path) -> dict[str, Tensor]:
     """Of what floats; the first one's of the rest. Models that are not finite are left out."""
     if any(is_sharded(value) for value in models[0].values() if isinstance(value, Tensor)):
         raise ValueError(f"{folder} has shards of FSDP2: it can be loaded with as many nodes as it was saved with only")
-    finite = [m for m in models if all(bool(v.isfinite().all()) for v in m.values() if isinstance(v, Tensor) and is_averaged(v))]
+    averaged = [name for name, value in models[0].items() if isinstance(value, Tensor) and is_averaged(value)]
+    # a buffer that is infinite on every node, as a mask is, is meant to be
+    must_be_finite = [name for name in averaged if name in trained or any(bool(m[name].isfinite().all()) for m in models)]
+    finite = [m for m in models if all(bool(m[name].isfinite().all()) for name in must_be_finite)]
     if not finite:
         raise ValueError(f"no node's model in {folder} is finite: go back to an earlier one with rumor.load(..., step=...)")
-    return {
-        name: sum((model[name].double() for model in finite[1:]), first.double()).div(len(finite)).to(first)
-        if isinstance(first, Tensor) and is_averaged(first)
-        else first
-        for name, first in finite[0].items()
-    }
+    return {name: _mean([m[name] for m in finite]) if name in averaged else first for name, first in finite[0].items()}
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    wide = torch.promote_types(values[0].dtype, torch.float64)  # complex ones stay so
+    return sum((value.to(wide) for value in values[1:]), values[0].to(wide)).div(len(values)).to(values[0])
 
 
 # ---- files --------------------------------------------------------------------------------------------------------------------------

@@ -80,6 +80,8 @@ def likely_reason(doors: Doors) -> str:
     """Why a rank has lost touch with the others, as far as doors can tell."""
     if found := gone(doors):
         return ", ".join(f"{name} is lost ({why})" for name, why in found.items()) + " (the earliest error in the logs of all is the cause)"
+    if not doors:
+        return "a peer has died before it has built its Averager, or is slower than the time-out that init_process_group(timeout=...) sets"
     return (
         "no process is gone, so a peer is slower than the time-out that init_process_group(timeout=...) sets, or has not called step(), "
         "averaged() or finish() as often as this rank"

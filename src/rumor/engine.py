@@ -7,9 +7,10 @@ until `wait()` has returned; what `wait()` returns belongs to the engine, may be
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -70,6 +71,29 @@ class Done(Pending):
         return Pull(self.result.x, self.weight)
 
 
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums are taken in: float32 for half precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+Judge = Callable[[Tensor], Tensor]  # of a flat tensor: a number that is finite only if all of it is
+
+
+def size(flat: Tensor) -> Tensor:
+    """For models, in one quick pass: a sum of squares is finite only if its terms are; one that overflows is as bad a sign."""
+    is_half = flat.dtype != accumulator(flat.dtype)
+    return flat.sum(dtype=torch.float32) if is_half else torch.dot(flat, flat)
+
+
+def largest(flat: Tensor) -> Tensor:
+    """For buffers, which may be as large as numbers get (a mask)."""
+    return torch.linalg.vector_norm(flat, torch.inf)  # type: ignore[no-any-return]
+
+
+def all_finite(x: Buckets, judge: Judge) -> bool:
+    return all(math.isfinite(judge(x.peek(b).reshape(-1))) for b in range(len(x)))
+
+
 class Engine(Protocol):
     n: int
     device: torch.device  # where messages are, which may not be where the model is
@@ -80,9 +104,9 @@ class Engine(Protocol):
         ...
 
     def mean(
-        self, xs: Sequence[Tensor], k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True
+        self, xs: Sequence[Tensor], k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", judge: Judge | None = size
     ) -> list[Pending]:
-        """The average over all nodes, who must all be doing the same; `scalars` are the first one's. `finite`: whether xs must be."""
+        """The average over all nodes, who must be doing the same; `scalars` are the first one's. `judge`: None if xs may be infinite."""
         ...
 
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -105,7 +129,7 @@ class Engine(Protocol):
 class Buckets(Protocol):
     """A model as an algorithm sees it: a few tensors [*nodes, d_b], each of one dtype."""
 
-    must_be_finite: bool  # or else an average raises the alarm
+    judge: Judge | None  # where it finds a tensor not finite, the alarm is raised; None: it may be
 
     def __len__(self) -> int: ...
     def read(self, b: int) -> Tensor: ...  # bucket b as it is now; what it returned before is overwritten
@@ -114,11 +138,6 @@ class Buckets(Protocol):
     def pull(self, b: int, pull: Pull, sent: Tensor | None = None) -> None: ...
 
     # x_b <- x_b + weight (towards - sent), where x_b itself was sent if None; may overwrite `towards`
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums are taken in: float32 for half precision."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def rounded(weight: float) -> float:
@@ -139,7 +158,8 @@ class Leaves:
     """
 
     def __init__(self, tensors: Sequence[Tensor], keep: bool = False):
-        self.tensors, self.must_be_finite = list(tensors), True
+        self.tensors = list(tensors)
+        self.judge: Judge | None = size
         self._kept = [torch.empty_like(x) for x in self.tensors] if keep else None
 
     def __len__(self) -> int:
@@ -183,7 +203,7 @@ class Stacked:
         return _Product(self, operator, x, weights, scalars)
 
     def mean(
-        self, xs: Sequence[Tensor], k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True
+        self, xs: Sequence[Tensor], k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", judge: Judge | None = size
     ) -> list[Pending]:
         for x in xs:
             self._trials(x)
@@ -260,7 +280,8 @@ class _Csr(_Operator):
             ).to(device)
 
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
-        flat, room = x.reshape(-1, x.shape[-1]).to(out.dtype), out.view(-1, x.shape[-1])  # [trials n, d]
+        rows = x.shape[:-1].numel(), x.shape[-1]  # [trials n, d]
+        flat, room = x.reshape(rows).to(out.dtype), out.view(rows)
         torch.addmm(room, self.W, flat, beta=0, out=room)
         return out
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from rumor.engine import Pull, accumulator
+from rumor.engine import Judge, Pull, accumulator, size
 
 if TYPE_CHECKING:
     from rumor.fused import Spread
@@ -97,7 +97,7 @@ class Flat:
 
     def __init__(self, tensors: Sequence[Tensor], room: Room):
         self._buckets = [_Bucket(pieces, room) for pieces in _cut([as_real(t) for t in tensors])]
-        self.must_be_finite = True
+        self.judge: Judge | None = size
 
     def __len__(self) -> int:
         return len(self._buckets)

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
-from rumor.arrivals import Gossip
 from rumor.channel import Alarm
 from rumor.flat import as_real, is_sharded
 from rumor.process_group import ProcessGroup
-from rumor.topology import complete
+from rumor.vote import Vote
 
 LINE = 64  # bytes: what a rank has to tell begins at multiples of it, whatever its dtype
 
@@ -27,7 +26,6 @@ class Node:
 
     def __init__(self, engine: ProcessGroup):
         self._engine, self._inside = engine, engine.inside
-        self._vote: Vote | None = None
 
     @property
     def local_rank(self) -> int | None:
@@ -83,14 +81,13 @@ class Node:
         if settle:
             self._engine.raise_settled_alarm()
 
-    def all_have(self, this_one_has: bool, k: int) -> Vote:
-        """Asks every rank of every node. One vote at a time."""
-        if self._inside is not None:
-            told = self._told(self._inside, torch.tensor([float(this_one_has)], device=self._inside.device))
-            this_one_has = bool(told.min())
-        self._vote = self._vote or Vote(self._engine)
-        self._vote.ask(this_one_has, k)
-        return self._vote
+    def vote(self) -> Vote:
+        """A question that all nodes are asked together, again and again."""
+        return Vote(self._engine)
+
+    def all_of(self, yes: bool) -> bool:
+        """Of the ranks of this node."""
+        return yes if self._inside is None else bool(self._told(self._inside, torch.tensor([float(yes)], device=self._inside.device)).min())
 
     def mean(self, value: Tensor) -> Tensor:
         """Of a number [1]."""
@@ -114,28 +111,6 @@ class Node:
         rows[inside.rank].copy_(own)
         inside.gather(rows, "comparing numbers inside the node")
         return rows
-
-
-class Vote:
-    """Has every node what it is asked for? By a message to each, not by a sum, which would meet one of another length where a rank is out
-    of step (gloo then ends the process): a message says so, for it bears its step."""
-
-    def __init__(self, engine: ProcessGroup):
-        self._engine, self._everybody = engine, complete(engine.n)
-        self._ballot = engine.room(torch.Size([1]), torch.float32, engine.device)
-        self._under_way: Gossip | None = None
-
-    def ask(self, this_one_has: bool, k: int) -> None:
-        if self._under_way is not None:
-            self.is_unanimous()  # of a loop that was left before its end
-        self._ballot.fill_(float(this_one_has))
-        doing = f"asking whether every node has another batch at step {k}"
-        self._under_way = self._engine.gossip(self._ballot, self._everybody, k, doing=doing)
-
-    def is_unanimous(self) -> bool:
-        assert self._under_way is not None
-        vote, self._under_way = self._under_way, None
-        return bool(vote.wait().x.item() > 1 - 0.5 / self._engine.n)
 
 
 class Part:

@@ -26,7 +26,7 @@ from torch.profiler import record_function
 from rumor import doors
 from rumor.arrivals import Gossip, Links, Mean, Sum, gossiping, side_by_side, unrecorded
 from rumor.channel import Alarm, Channel, DeviceAlarm, Message, Work
-from rumor.engine import Pending, accumulator, rounded
+from rumor.engine import Judge, Pending, rounded, size
 from rumor.flat import as_real
 from rumor.metrics import Metrics
 from rumor.staging import Courier, Staging
@@ -75,22 +75,19 @@ class ProcessGroup:
 
     # ---- the collectives -------------------------------------------------------------------------------------------------------
 
-    def gossip(
-        self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, *, doing: str | None = None
-    ) -> Gossip:
+    def gossip(self, x: Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
         channel, links = self._channel(x), self._links_of(topology, k)
-        doing = doing or gossiping(links, k)
         inbox: list[Message] = []
         works: list[Work] = []
 
         def send() -> None:
             channel.write_head(self._alarm, self.rank, k, scalars)
-            self._guard(lambda: self._post(channel, links, inbox, works), doing)
+            self._guard(lambda: self._post(channel, links, inbox, works), gossiping(links, k))
 
         self._once_on_host(channel, send)
         self._under_way[channel.tag] = (works, channel)
         self.metrics.bytes_sent += len(links.send) * channel.out.whole.nbytes
-        return Gossip(self, channel, inbox, works, links, k, doing, 0 if scalars is None else scalars.numel(), own)
+        return Gossip(self, channel, inbox, works, links, k, 0 if scalars is None else scalars.numel(), own)
 
     def expect(self, x: Tensor, topology: Topology, k: int) -> None:
         """Posts the receives of step k ahead, so that a neighbour who is there first need not wait to send.
@@ -104,15 +101,15 @@ class ProcessGroup:
             receive() if staging is None else self._ask(channel, staging.courier.once(staging.landed, receive))
 
     def mean(
-        self, xs: Sequence[Tensor], k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", finite: bool = True
+        self, xs: Sequence[Tensor], k: int, scalars: Tensor | None = None, *, doing: str = "averaging globally", judge: Judge | None = size
     ) -> list[Pending]:
         channels = [self._channel(x) for x in xs]
         for channel in channels:
-            channel.come_to_host()
+            channel.come_to_host(judge or size)
         for channel in channels:
             channel.wait_for_host()
-            if finite:
-                channel.write_head(self._alarm, self.rank, k, None)
+            if judge is not None:
+                channel.write_head(self._alarm, self.rank, k, None, judge)
         pending: list[Pending] = []
         for some in side_by_side(channels):
             total = Sum(self, some, f"{doing} at step {k}", None if pending else scalars)
@@ -174,8 +171,21 @@ class ProcessGroup:
         source = dist.get_global_rank(group, 0)
         for tensor in tensors:
             values = as_real(tensor).to(self.device if self._is_host else tensor.device).contiguous().reshape(-1)
-            self._guard(partial(dist.broadcast, values.view(torch.uint8), source, group=group), "taking over rank 0's model")
+            self._guard(partial(dist.broadcast, values.view(torch.uint8), source, group=group), "taking over what rank 0 has")
             as_real(tensor).copy_(values.view(as_real(tensor).shape))
+
+    def post_to_all(self, rows: Tensor, tag: int, doing: str) -> list[Work]:
+        """Sends this node's of `rows` [n, s] to all others, and lets theirs come: the first of what is returned, by node."""
+        peers = [(rows[node], dist.get_global_rank(self.group, node)) for node in range(self.n) if node != self.rank]
+        posts = [(dist.irecv, row, peer) for row, peer in peers] + [(dist.isend, rows[self.rank], peer) for _, peer in peers]
+        works: list[Work] = []
+        if self._is_host:
+            self._guard(lambda: works.extend(post(row, peer, self.group, tag) for post, row, peer in posts), doing)  # type: ignore[misc]
+        elif posts:
+            together = [dist.P2POp(post, row, peer, self.group, tag) for post, row, peer in posts]
+            self._guard(lambda: works.extend(dist.batch_isend_irecv(together)), doing)
+        self.metrics.bytes_sent += len(peers) * rows[0].nbytes
+        return works
 
     def forget_alarm(self) -> None:
         """For a run that goes on from a checkpoint."""
@@ -285,7 +295,7 @@ class ProcessGroup:
     def _wait(self, works: list[Work], doing: str, senders: Sequence[int] = ()) -> None:
         """Waits for each once: a second wait() on a gloo message would wait for a second message. `senders`: of the first of them."""
         with self._waiting():
-            for node in (*senders, *[None] * (len(works) - len(senders))) if works else ():
+            for node in [*senders, *[None] * (len(works) - len(senders))][: len(works)]:  # NCCL may put several into one
                 began = time.perf_counter()
                 self._guard(works.pop(0).wait, doing)
                 if node is not None:
@@ -307,12 +317,6 @@ class ProcessGroup:
                 f"{self.called} {self.rank} of {self.n} lost touch with the others while {self.metrics.placed(doing)}: "
                 f"{doors.likely_reason(self.doors)}. Once that is mended, restart the job from its last checkpoint. ({error})"
             ) from error
-
-    def _room_to_mix(self, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        kind = (accumulator(dtype), device)
-        if kind not in self._scratch or len(self._scratch[kind]) < d:
-            self._scratch[kind] = torch.empty(d, dtype=kind[0], device=device)
-        return self._scratch[kind][:d]
 
     def _settle_alarm(self, doing: str) -> None:
         """At a global round that found some rank alarmed: all of them are here, so they can settle whose alarm was the first."""

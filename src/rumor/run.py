@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rumor.algorithm import Algorithm, Flight, Round, wait_for
-from rumor.channel import all_finite
-from rumor.engine import NO_SCALARS, Buckets, Done, Engine, Mixed, Pending, accumulator
+from rumor.engine import NO_SCALARS, Buckets, Done, Engine, Mixed, Pending, accumulator, all_finite, largest
 from rumor.schedule import ScheduleState
 
 FORMAT = 2  # of the state
@@ -31,7 +30,7 @@ class Run:
 
     def __init__(self, algorithm: Algorithm, engine: Engine, x: Buckets, buffers: Buckets):
         self.algorithm, self.engine, self.x, self.buffers = algorithm, engine, x, buffers
-        buffers.must_be_finite = all_finite(buffers)  # BatchNorm's must stay so; a mask is infinite by design
+        buffers.judge = largest if all_finite(buffers, largest) else None  # BatchNorm's must stay so; a mask is infinite by design
         self.state = algorithm.start(x, engine)
         self.metrics = engine.metrics
         self.metrics.H = self.state.schedule.H
@@ -46,6 +45,11 @@ class Run:
     def round(self) -> Round:
         """What the coming step will do."""
         return self.algorithm.round(self.state)
+
+    @property
+    def begun(self) -> int:
+        """The same, with one that is under way."""
+        return self.k + self.is_under_way
 
     def begin(self, loss: Tensor | None, lr: float | None) -> None:
         """Sends what this step sends. It ends with settle()."""
@@ -94,7 +98,7 @@ class Run:
         with record_function("rumor::mean"):
             shares = [self.algorithm.share(self.x, b, self.state) for b in range(len(self.x))]
             model = self.engine.mean(shares, self.k, doing=doing)
-            return model, self.engine.mean(_shapes(self.buffers), self.k, doing=doing, finite=self.buffers.must_be_finite)
+            return model, self.engine.mean(_shapes(self.buffers), self.k, doing=doing, judge=self.buffers.judge)
 
     def show_mean(self) -> None:
         """The model becomes the mean of all nodes', buffers included."""
@@ -170,16 +174,16 @@ class Run:
 
     def is_finite(self) -> bool:
         """As the others judge it."""
-        return all(all_finite(tensors) for tensors in (self.x, self.buffers) if tensors.must_be_finite)
+        return all(all_finite(tensors, tensors.judge) for tensors in (self.x, self.buffers) if tensors.judge is not None)
 
     def take_mean_of(self, counts: bool) -> int:
         """All nodes take the mean of the models of those that count, and go on from there. How many do?"""
         doing = "replacing a model that is not finite"
-        share = self.engine.mean([self.engine.full(float(counts))], self.k, doing=doing, finite=False)[0].wait().x.clone()
+        share = self.engine.mean([self.engine.full(float(counts))], self.k, doing=doing, judge=None)[0].wait().x.clone()
         count = round(float(share) * self.engine.n)
         for tensors in (self.x, self.buffers) if count else ():
             brought = [tensors.read(b) if counts else tensors.read(b).zero_() for b in range(len(tensors))]
-            for b, message in enumerate(self.engine.mean(brought, self.k, doing=doing, finite=False)):
+            for b, message in enumerate(self.engine.mean(brought, self.k, doing=doing, judge=None)):
                 tensors.write(b, message.wait().x * (self.engine.n / count))
         self.start_anew()
         return count

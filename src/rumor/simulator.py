@@ -66,7 +66,7 @@ class Simulator:
         floats = [b for b in self._buffers.values() if is_averaged(b)]
         rows = [[as_real(t).view(self.n, -1) for t in tensors] for tensors in (self._trained, floats)]
         self._run = Run(algorithm, self.engine, *(Leaves(row, keep=algorithm.delay > 0) for row in rows))
-        self._judged = [row for row in rows[1] if row.numel()] if self._run.buffers.must_be_finite else []
+        self._judged = [row for row in rows[1] if row.numel()] if self._run.buffers.judge is not None else []
         self._was_global = False  # the last round
         self._first_bad.fill_(-1)
 

@@ -90,12 +90,12 @@ class RumorCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The module is on its device, with the checkpoint's mean model in it; the optimizers are loaded after this."""
-        self.averager = Averager(pl_module, self.algorithm)
+        self.averager, self._random = Averager(pl_module, self.algorithm), None
         self._strategy(trainer).averager = self.averager
         if self._loaded is not None:
             pl_module.load_state_dict(self._loaded["state_dict"], strict=pl_module.strict_loading)
             self.averager.load_state_dict(self._loaded["averager"])
-            self._random, self._loaded = self._loaded["random"], None
+            self._random, self._loaded = self._loaded.get("random"), None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Of the first epoch of a resumed run, where Lightning has made the loader's iterator already, which has drawn."""
