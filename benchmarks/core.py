@@ -71,7 +71,7 @@ class NoTransport(ProcessGroup):
         total.head.mul_(self.n)
         return []
 
-    def agree(self, setup: object, problem: object = None) -> None:
+    def agree(self, setup: object, problem: object = None, inside: object = ()) -> None:
         pass
 
     def broadcast(self, tensors: object, group: object = None) -> None:

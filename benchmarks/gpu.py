@@ -84,7 +84,7 @@ class Echo(ProcessGroup):
         super().__init__(*groups)
         self.n = 4
 
-    def agree(self, setup: object, problem: object = None) -> None:
+    def agree(self, setup: object, problem: object = None, inside: object = ()) -> None:
         pass
 
     def _post(self, channel: Any, links: Any, inbox: list[Any], works: list[Any]) -> None:
