@@ -137,11 +137,7 @@ def weights(folder: Path) -> None:
     trainer(folder, callback, callbacks=[callback, saver], enable_checkpointing=True).fit(Module(seed=0), loader())
 
 
-def refused(folder: Path, ckpt_path: Path | None = None, **options: Any) -> str:
-    return refused_with(PGA, folder, ckpt_path, **options)
-
-
-def refused_with(algorithm: Any, folder: Path, ckpt_path: Path | None = None, **options: Any) -> str:
+def refused(folder: Path, ckpt_path: Path | None = None, algorithm: Any = PGA, **options: Any) -> str:
     try:
         trainer(folder, RumorCallback(algorithm), **options).fit(Module(seed=0), loader(), ckpt_path=ckpt_path)
     except ValueError as error:
@@ -160,7 +156,7 @@ def refusals(folder: Path) -> dict[str, str]:
     return {
         "sync_batchnorm": refused(folder, sync_batchnorm=True),
         "three nodes": refused(folder, folder / "three.ckpt"),
-        "old": refused_with(DELAYED, folder, folder / "old.ckpt", max_epochs=2),
+        "old": refused(folder, folder / "old.ckpt", DELAYED, max_epochs=2),
         "no nodes": refused(folder, folder / "foreign.ckpt"),
         "two callbacks": refused(folder, callbacks=[RumorCallback(PGA), RumorCallback(PGA)]),
         "one device": refused(folder, strategy="single_device", devices=1),

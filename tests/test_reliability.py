@@ -156,15 +156,20 @@ def started(folder: Path, *options: str, steps: int = 300) -> subprocess.Popen[s
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env)
 
 
+def latest(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "latest.json").read_text())
+    return found
+
+
 def saved_models(folder: Path) -> list[Tensor]:
     """Of all nodes, in the latest checkpoint."""
-    latest = folder / json.loads((folder / "latest.json").read_text())["name"]
-    states = [torch.load(path, weights_only=True)["model"] for path in sorted(latest.glob("node-*.pt"))]
+    paths = sorted((folder / latest(folder)["name"]).glob("node-*.pt"))
+    states = [torch.load(path, weights_only=True)["model"] for path in paths]
     return [torch.cat([t.flatten() for t in state.values()]) for state in states]
 
 
 def latest_step(folder: Path) -> int:
-    return int(json.loads((folder / "latest.json").read_text())["step"])
+    return int(latest(folder)["step"])
 
 
 def wait_for_step(folder: Path, step: int) -> None:

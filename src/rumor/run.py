@@ -42,14 +42,14 @@ class Run:
         """Steps so far."""
         return self.state.schedule.k
 
+    @property
+    def begun(self) -> int:
+        """Steps so far, with one that is under way."""
+        return self.k + self.is_under_way
+
     def round(self) -> Round:
         """What the coming step will do."""
         return self.algorithm.round(self.state)
-
-    @property
-    def begun(self) -> int:
-        """The same, with one that is under way."""
-        return self.k + self.is_under_way
 
     def begin(self, loss: Tensor | None, lr: float | None) -> None:
         """Sends what this step sends. It ends with settle()."""

@@ -34,19 +34,19 @@ class Staging:
     def __init__(self, d: int, dtype: torch.dtype, device: torch.device, courier: Courier):
         self.packed = torch.empty(d, dtype=dtype, device=device)
         self.courier = courier
-        self.size = torch.zeros(1, dtype=torch.float64, pin_memory=True)  # of what was packed: a sum that is finite only if all of it is
+        self.size = torch.zeros(1, dtype=torch.float64, pin_memory=True)  # of what was packed: finite only if all of it is
         # `blocking`: whoever waits for it sleeps
         self.copied, self.landed, self._free = (torch.cuda.Event(blocking=True) for _ in range(3))  # type: ignore[no-untyped-call]
         self._landing: list[Tensor] = []
 
-    def to_host(self, payload: Tensor, size: Callable[[Tensor], Tensor]) -> None:
+    def to_host(self, payload: Tensor, judge: Callable[[Tensor], Tensor]) -> None:
         """Starts to copy what is packed into `payload`, pinned memory. `copied` tells when that is done, and what landed is free again."""
         down, now = self.courier.down, torch.cuda.current_stream(self.packed.device)
         self._free.record(now)  # what had landed before has been used by then
         down.wait_event(self._free)
         with torch.cuda.stream(down):
             payload.copy_(self.packed, non_blocking=True)
-            self.size.copy_(size(self.packed).reshape(1), non_blocking=True)
+            self.size.copy_(judge(self.packed).reshape(1), non_blocking=True)
             down.wait_event(self.landed)  # or the next message might arrive over one that is still being copied
             self.copied.record(down)
 

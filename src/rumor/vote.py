@@ -18,7 +18,8 @@ class Vote:
 
     def __init__(self, engine: ProcessGroup):
         self._engine, self._tag = engine, next(engine._tags)
-        self._doing, self._works = "", list[Work]()
+        self._doing = ""
+        self._works: list[Work] = []
         with ordinary_tensors():
             self._said = torch.zeros(engine.n, 2, dtype=torch.float64, device=engine.device)  # by each node: yes (1) or no (0), its step
 
