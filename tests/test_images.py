@@ -244,6 +244,18 @@ def test_a_file_is_read_with_the_settings_of_its_longest_runs(tmp_path: Path) ->
     assert after.find(few)["steps"] == "100"
 
 
+def test_a_file_is_read_at_one_learning_rate(tmp_path: Path) -> None:
+    run, path = Run("Local SGD", "isolated", 6), tmp_path / "found.csv"
+    for lr in (0.2, 0.1):
+        Store(path, TABLES, partial(settings_of, lr=lr)).add(run, finished())
+    Store(path, TABLES, partial(settings_of, lr=0.1)).add(replace(run, seed=1), finished())
+    assert Store.as_written(path, TABLES).learning_rates() == [0.1, 0.2]
+    high, low = (Store.as_written(path, TABLES, lr) for lr in (0.2, 0.1))
+    assert (high.find(run)["lr"], low.find(run)["lr"]) == ("0.2", "0.1")
+    assert high.find(replace(run, seed=1)) is None
+    assert Store.as_written(path, TABLES, 0.4).find(run) is None
+
+
 def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old.csv").write_text("table,method\n7,Local SGD\n")
     with pytest.raises(ValueError, match=r"lacks the columns topology, .*steps"):
@@ -282,8 +294,13 @@ def test_a_toy_study_and_again_without_running(tmp_path: Path) -> None:
     before = (tmp_path / "found.csv").read_bytes()
     assert start(*arguments).returncode == 0
     assert (tmp_path / "found.csv").read_bytes() == before
-    assert start(*arguments, "--lr", "0.1", "--minutes", "0.01").returncode == 0
-    assert len(rows_of(tmp_path / "found.csv")) > len(rows)
+    assert start(*arguments, "--lr", "0.1", "--method", "Local SGD", "Gossip-PGA", "--minutes", "0.01").returncode == 0
+    later = rows_of(tmp_path / "found.csv")[len(rows) :]
+    assert later
+    assert {row["method"] for row in later} <= {"Local SGD", "Gossip-PGA"}
+    unknown = start(*arguments, "--method", "Local")
+    assert unknown.returncode == 2
+    assert "--method Local: table quick has Parallel SGD, Local SGD, " in unknown.stderr
 
 
 OWN_RESULTS = 'exec "$0" "$@" --out "$FOLDER/$RANK.csv"'

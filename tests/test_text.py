@@ -16,9 +16,11 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
 from networks.engines import Simulated  # noqa: E402
+from networks.page import rates_table  # noqa: E402
+from networks.store import Finished, Settings, Store  # noqa: E402
 from text.data import GUESSES, LENGTH, Sequences, Special, articles, masked, tokens  # noqa: E402
 from text.lamb import Lamb  # noqa: E402
-from text.study import PARALLEL  # noqa: E402
+from text.study import PARALLEL, PGA, TABLES  # noqa: E402
 from text.train import algorithm_of, batches, lr_at, optimizer  # noqa: E402
 
 WORDS = ["the", "of", "rain", "cat", "dog", "sat", "on", "a", "mat", "and", "sun", "##s"]
@@ -202,6 +204,21 @@ def test_parallel_sgd_with_lamb_is_one_model_on_the_big_batch() -> None:
         opt.step()
     for node in trainer.node_models():
         assert all((a - b).abs().max() < 1e-12 for a, b in zip(node.parameters(), alone.parameters(), strict=True))
+
+
+def test_learning_rates_are_compared_where_there_are_most_seeds(tmp_path: Path) -> None:
+    """A lucky seed at a high rate is shown, and is not its method's best."""
+    losses = {0.1: {PARALLEL: (3.0, 3.1, 3.2), PGA: (3.5, 3.7, 3.6)}, 0.2: {PARALLEL: (2.0,), PGA: (3.2, 3.2, 3.2)}}
+    by_rate = {}
+    for lr, of_runs in losses.items():
+        settings = Settings("text", "BERT small", 1, 100, 32, lr, 0.01, None)
+        by_rate[lr] = Store(tmp_path / f"{lr}.csv", TABLES, lambda run, settings=settings: settings)
+        for run, values in of_runs.items():
+            for seed, loss in enumerate(values):
+                by_rate[lr].add(replace(run, nodes=8, seed=seed), Finished(None, loss, loss, 0.0, 1.0, 1.0, "cpu", [(loss, loss)]))
+    _, _, parallel, pga = ([cell.strip() for cell in line.split("|")[1:-1]] for line in rates_table(by_rate).splitlines())
+    assert parallel == ["Parallel SGD", "3.100 ± 0.100 (3)", "2.000 (1)", "-", "-"]
+    assert pga[:4] == ["Gossip-PGA", "3.600 ± 0.100 (3)", "3.200 ± 0.000 (3)", "+0.100"]
 
 
 def test_a_toy_study_on_both_engines(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from networks.store import Finished, Settings, Store
 
 def add_options(parser: argparse.ArgumentParser, tables: Tables, results: Path) -> None:
     parser.add_argument("--table", nargs="+", choices=list(tables), help="of the paper, or ours; all if none is given")
+    parser.add_argument("--method", nargs="+", metavar="NAME", help='of those in the tables, as in "Local SGD x3"; all if none is given')
     parser.add_argument("--seeds", type=int, help="as many as each table needs if not given")
     parser.add_argument(
         "--engine", choices=("simulated", "processes"), default="simulated", help="processes: under torchrun, a node a rank"
@@ -41,6 +42,9 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, table
     options.seeds = options.seeds or (1 if options.quick else None)
     options.table = options.table or ([QUICK] if options.quick else [name for name in tables if name != QUICK])
     options.out = options.out or (Path(f"{results.stem}-quick.csv") if options.quick else results)
+    names = list(dict.fromkeys(run.name for name in options.table for run in tables[name].runs))
+    if unknown := [name for name in options.method or () if name not in names]:
+        parser.error(f"--method {', '.join(unknown)}: table {', '.join(options.table)} has {', '.join(names)}")
     if options.engine == "processes" and "RANK" not in os.environ:
         parser.error("--engine processes needs torchrun: torchrun --nproc-per-node N, then this command")
     if options.device != "cpu" and not torch.cuda.is_available():
@@ -99,7 +103,7 @@ def run_missing(options: argparse.Namespace, tables: Tables, run_one: Runner, is
 
 
 def _wanted(options: argparse.Namespace, tables: Tables) -> list[Run]:
-    runs = (run for name in options.table for run in tables[name].all_runs(options.seeds))
+    runs = (run for name in options.table for run in tables[name].all_runs(options.seeds) if run.name in (options.method or [run.name]))
     nodes = dist.get_world_size() if dist.is_initialized() else options.nodes
     return list(dict.fromkeys(run if nodes is None else replace(run, nodes=nodes) for run in runs))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -19,7 +19,7 @@ from networks import compare, order
 from networks.compare import Seeds
 from networks.paper import Reported, reported
 from networks.pictures import draw_curves
-from networks.runs import Table
+from networks.runs import Run, Table
 from networks.store import Store
 from text.study import TABLES as TEXT
 
@@ -117,6 +117,32 @@ def text_table(name: str, table: Table, store: Store) -> str:
     return _table(name, table, store, row_of)
 
 
+def rates_table(by_rate: Mapping[float, Store]) -> str:
+    """Table 11's methods at the learning rates that were tried, and each at its best beside Parallel SGD at its own."""
+    by_run = _by_run(by_rate)
+    rows: list[tables.Row] = []
+    for seeds in (found := _at_best(by_run)):
+        at, parallel = by_run[seeds.run], _parallel(seeds, found)
+        if len(at) > 1 and parallel is not None:
+            shown = {f"{lr:g}": _over_seeds(at[lr], 1, 3) if lr in at else "-" for lr in by_rate}
+            behind = "-" if seeds is parallel else f"{compare.difference(seeds, parallel):+.3f}"
+            rows.append({"method": seeds.run.name, **shown, "best - Parallel SGD's": behind, "p": _p(seeds, parallel)})
+    return tables.as_text(rows) if rows else NOT_YET
+
+
+def _by_run(by_rate: Mapping[float, Store]) -> dict[Run, dict[float, Seeds]]:
+    by_run: dict[Run, dict[float, Seeds]] = {}
+    for lr, store in by_rate.items():
+        for seeds in compare.of_table(TEXT["11"], store):
+            by_run.setdefault(seeds.run, {})[lr] = seeds
+    return by_run
+
+
+def _at_best(by_run: dict[Run, dict[float, Seeds]]) -> list[Seeds]:
+    """Each at the learning rate with the lowest loss, of those that have the most seeds."""
+    return [min(at.values(), key=lambda seeds: (-len(seeds.values), seeds.mean)) for at in by_run.values()]
+
+
 def time_table(stores: list[tuple[dict[str, Table], Store]]) -> str:
     """GPU minutes of each table; a run that stands in several is counted in the first."""
     rows: list[tables.Row] = []
@@ -143,13 +169,16 @@ def step_table() -> str:
     return tables.as_text(rows)
 
 
-def filled_in(text: str, images: Store, words: Store) -> str:
+def filled_in(text: str, images: Store, words: Store, by_rate: Mapping[float, Store]) -> str:
     of_images = {_word(name): name for name in IMAGES}
     of_text = {_word(name): name for name in TEXT}
 
     def make(word: str) -> str:
         if word == "gpu-minutes":
-            return time_table([(IMAGES, images), (TEXT, words)])
+            others = [({f"{name}, rate {lr:g}": t for name, t in TEXT.items()}, s) for lr, s in by_rate.items() if s is not words]
+            return time_table([(IMAGES, images), (TEXT, words), *others])
+        if word == "rates":
+            return rates_table(by_rate)
         if word == "simulated-step":
             return step_table()
         if word == "order":
@@ -170,13 +199,20 @@ def _word(table: str) -> str:
     return "-".join(part for part in table.split() if part != "=")
 
 
-def stores() -> tuple[Store, Store]:
-    return Store.as_written(RESULTS / "image_classification.csv", IMAGES), Store.as_written(RESULTS / "language_modeling.csv", TEXT)
+def stores() -> tuple[Store, Store, dict[float, Store]]:
+    """Images, text, and text by learning rate: other rates than Table 11's are in a file of their own."""
+    images, words = (
+        Store.as_written(RESULTS / "image_classification.csv", IMAGES),
+        Store.as_written(RESULTS / "language_modeling.csv", TEXT),
+    )
+    path = RESULTS / "language_modeling_lr.csv"
+    others = {lr: Store.as_written(path, TEXT, lr) for lr in Store.as_written(path, TEXT).learning_rates()}
+    return images, words, dict.fromkeys(words.learning_rates(), words) | others
 
 
 def main() -> None:
-    page, (images, words) = ROOT / "docs" / "networks.md", stores()
-    tables.write(page, filled_in(page.read_text(), images, words))
+    page, (images, words, by_rate) = ROOT / "docs" / "networks.md", stores()
+    tables.write(page, filled_in(page.read_text(), images, words, by_rate))
     pictures, bands = page.with_suffix(""), "one-peer exponential graph: mean of the seeds; bands: one standard deviation"
     if found := compare.of_table(IMAGES["7"], images):
         title = f"CIFAR-10, 32 nodes, {bands}"
@@ -184,6 +220,9 @@ def main() -> None:
     if found := compare.of_table(TEXT["11"], words):
         title = f"BERT, 8 nodes, {bands}"
         draw_curves(found, ("training loss", "held-out loss"), title, pictures / "figure-3.png")
+    if found := _at_best(_by_run(by_rate)):
+        title = f"BERT, 8 nodes, each method at its best learning rate, {bands}"
+        draw_curves(found, ("training loss", "held-out loss"), title, pictures / "rates.png")
 
 
 if __name__ == "__main__":

@@ -63,15 +63,18 @@ class Store:
             self._points.setdefault(_key_in(point), []).append(point)
 
     @classmethod
-    def as_written(cls, path: Path, tables: Tables) -> Store:
-        """With the settings that the file's own runs had: for each number of nodes those of its longest run that is not stretched, and
-        of several as long, of the last."""
+    def as_written(cls, path: Path, tables: Tables, lr: float | None = None) -> Store:
+        """With the settings that the file's own runs had (those with that learning rate): for each number of nodes those of its longest
+        run that is not stretched, and of several as long, of the last."""
         found: dict[int, Settings] = {}
         for row in _read(path):
             nodes, settings = int(row["nodes"]), _settings_in(row)
-            if row["stretch"] == "1" and (nodes not in found or settings.steps >= found[nodes].steps):
+            if lr in (None, settings.lr) and row["stretch"] == "1" and (nodes not in found or settings.steps >= found[nodes].steps):
                 found[nodes] = settings
         return cls(path, tables, lambda run: found[run.nodes].stretched(run.stretch) if run.nodes in found else None)
+
+    def learning_rates(self) -> list[float]:
+        return sorted({float(row["lr"]) for row in self._rows.values()})
 
     @property
     def _curves(self) -> Path:
