@@ -1,7 +1,7 @@
 """The paper's image tables (1, 7, 8, 9, 10, 15, 16) on CIFAR-10, and labels that are not spread evenly, which it did not try.
 
-Expect Gossip-PGA and Gossip-AGA to end where Parallel SGD does; Gossip SGD on a ring, Local SGD, and long periods to end below. All nodes
-are simulated exactly on one GPU.
+Expect Gossip-PGA and Gossip-AGA to end near Parallel SGD; Gossip SGD (on a ring most of all), OSGP, Local SGD and long periods to end
+below. All nodes are simulated exactly on one GPU.
 
     python experiments/image_classification.py --data FOLDER                   # CIFAR-10's binary files
     python experiments/image_classification.py --data FOLDER --table 7 9       # some tables

@@ -3,6 +3,7 @@
 import csv
 import subprocess
 import sys
+from argparse import Namespace
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from images.networks import SmallResNet, whitening  # noqa: E402
 from images.split import ByLabel, Shuffled, split_of  # noqa: E402
 from images.study import TABLES  # noqa: E402
 from images.train import loss_of, lr_at, optimizer  # noqa: E402
+from networks.command import _wanted  # noqa: E402
 from networks.compare import Seeds  # noqa: E402
 from networks.engines import OneOfMany, as_first_says, mean_over_ranks  # noqa: E402
 from networks.page import _to_target, filled_in, stores  # noqa: E402
@@ -185,6 +187,11 @@ def test_runs_are_shared_by_tables() -> None:
 def test_the_small_table_is_named_only_where_it_is_alone() -> None:
     assert tables_of(Run("Parallel SGD", "complete", nodes=8), TABLES) == ["10"]
     assert tables_of(Run("Gossip SGD", "ring", nodes=8), TABLES) == ["quick"]
+
+
+def test_a_method_is_one_row_of_a_table() -> None:
+    options = Namespace(table=["7"], seeds=2, nodes=None, method=["Local SGD", "OSGP x2"])
+    assert [(run.name, run.seed) for run in _wanted(options, TABLES)] == [(name, seed) for seed in (0, 1) for name in options.method]
 
 
 def test_every_run_has_an_algorithm_for_its_nodes() -> None:

@@ -103,7 +103,9 @@ def run_missing(options: argparse.Namespace, tables: Tables, run_one: Runner, is
 
 
 def _wanted(options: argparse.Namespace, tables: Tables) -> list[Run]:
-    runs = (run for name in options.table for run in tables[name].all_runs(options.seeds) if run.name in (options.method or [run.name]))
+    runs = [run for name in options.table for run in tables[name].all_runs(options.seeds)]
+    if options.method:
+        runs = [run for run in runs if run.name in options.method]
     nodes = dist.get_world_size() if dist.is_initialized() else options.nodes
     return list(dict.fromkeys(run if nodes is None else replace(run, nodes=nodes) for run in runs))
 

@@ -21,6 +21,7 @@ from networks.paper import Reported, reported
 from networks.pictures import draw_curves
 from networks.runs import Run, Table
 from networks.store import Store
+from text.study import LR
 from text.study import TABLES as TEXT
 
 ROOT = Path(__file__).parents[2]
@@ -121,8 +122,9 @@ def rates_table(by_rate: Mapping[float, Store]) -> str:
     """Table 11's methods at the learning rates that were tried, and each at its best beside Parallel SGD at its own."""
     by_run = _by_run(by_rate)
     rows: list[tables.Row] = []
-    for seeds in (found := _at_best(by_run)):
-        at, parallel = by_run[seeds.run], _parallel(seeds, found)
+    best = [seeds for _, seeds in _at_best(by_run)]
+    for seeds in best:
+        at, parallel = by_run[seeds.run], _parallel(seeds, best)
         if len(at) > 1 and parallel is not None:
             shown = {f"{lr:g}": _over_seeds(at[lr], 1, 3) if lr in at else "-" for lr in by_rate}
             behind = "-" if seeds is parallel else f"{compare.difference(seeds, parallel):+.3f}"
@@ -138,9 +140,9 @@ def _by_run(by_rate: Mapping[float, Store]) -> dict[Run, dict[float, Seeds]]:
     return by_run
 
 
-def _at_best(by_run: dict[Run, dict[float, Seeds]]) -> list[Seeds]:
-    """Each at the learning rate with the lowest loss, of those that have the most seeds."""
-    return [min(at.values(), key=lambda seeds: (-len(seeds.values), seeds.mean)) for at in by_run.values()]
+def _at_best(by_run: dict[Run, dict[float, Seeds]]) -> list[tuple[float, Seeds]]:
+    """Each with the learning rate that has the lowest loss, of those that have the most seeds."""
+    return [min(at.items(), key=lambda tried: (-len(tried[1].values), tried[1].mean)) for at in by_run.values()]
 
 
 def time_table(stores: list[tuple[dict[str, Table], Store]]) -> str:
@@ -169,13 +171,14 @@ def step_table() -> str:
     return tables.as_text(rows)
 
 
-def filled_in(text: str, images: Store, words: Store, by_rate: Mapping[float, Store]) -> str:
+def filled_in(text: str, images: Store, by_rate: Mapping[float, Store]) -> str:
+    words = by_rate[LR]
     of_images = {_word(name): name for name in IMAGES}
     of_text = {_word(name): name for name in TEXT}
 
     def make(word: str) -> str:
         if word == "gpu-minutes":
-            others = [({f"{name}, rate {lr:g}": t for name, t in TEXT.items()}, s) for lr, s in by_rate.items() if s is not words]
+            others = [({f"{name}, rate {lr:g}": t for name, t in TEXT.items()}, s) for lr, s in by_rate.items() if lr != LR]
             return time_table([(IMAGES, images), (TEXT, words), *others])
         if word == "rates":
             return rates_table(by_rate)
@@ -199,30 +202,28 @@ def _word(table: str) -> str:
     return "-".join(part for part in table.split() if part != "=")
 
 
-def stores() -> tuple[Store, Store, dict[float, Store]]:
-    """Images, text, and text by learning rate: other rates than Table 11's are in a file of their own."""
-    images, words = (
-        Store.as_written(RESULTS / "image_classification.csv", IMAGES),
-        Store.as_written(RESULTS / "language_modeling.csv", TEXT),
-    )
-    path = RESULTS / "language_modeling_lr.csv"
-    others = {lr: Store.as_written(path, TEXT, lr) for lr in Store.as_written(path, TEXT).learning_rates()}
-    return images, words, dict.fromkeys(words.learning_rates(), words) | others
+def stores() -> tuple[Store, dict[float, Store]]:
+    """Of images, and of text by learning rate."""
+    path = RESULTS / "language_modeling.csv"
+    rates = {LR, *Store.as_written(path, TEXT).learning_rates()}
+    by_rate = {lr: Store.as_written(path, TEXT, lr) for lr in sorted(rates)}
+    return Store.as_written(RESULTS / "image_classification.csv", IMAGES), by_rate
 
 
 def main() -> None:
-    page, (images, words, by_rate) = ROOT / "docs" / "networks.md", stores()
-    tables.write(page, filled_in(page.read_text(), images, words, by_rate))
+    page, (images, by_rate) = ROOT / "docs" / "networks.md", stores()
+    tables.write(page, filled_in(page.read_text(), images, by_rate))
     pictures, bands = page.with_suffix(""), "one-peer exponential graph: mean of the seeds; bands: one standard deviation"
     if found := compare.of_table(IMAGES["7"], images):
         title = f"CIFAR-10, 32 nodes, {bands}"
         draw_curves(found, ("training loss", "test accuracy, %"), title, pictures / "figure-2.png")
-    if found := compare.of_table(TEXT["11"], words):
+    if found := compare.of_table(TEXT["11"], by_rate[LR]):
         title = f"BERT, 8 nodes, {bands}"
         draw_curves(found, ("training loss", "held-out loss"), title, pictures / "figure-3.png")
-    if found := _at_best(_by_run(by_rate)):
+    if best := _at_best(_by_run(by_rate)):
         title = f"BERT, 8 nodes, each method at its best learning rate, {bands}"
-        draw_curves(found, ("training loss", "held-out loss"), title, pictures / "rates.png")
+        names = [f"{seeds.run.name}, {lr:g}" for lr, seeds in best]
+        draw_curves([seeds for _, seeds in best], ("training loss", "held-out loss"), title, pictures / "rates.png", names)
 
 
 if __name__ == "__main__":

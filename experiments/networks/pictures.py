@@ -23,21 +23,22 @@ LOOKS = {  # a colour and dashes, which tell curves apart in grey print
 }
 
 
-def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, path: Path) -> None:
-    """A row of panels for each measure: what the curves hold, "training loss" first."""
+def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, path: Path, names: Sequence[str] = ()) -> None:
+    """A row of panels for each measure: what the curves hold, "training loss" first. `names`: for the legend, if not the methods'."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    once = [seeds for seeds in found if seeds.run.stretch == 1 and seeds.run.method in LOOKS]
+    named = zip(found, names or [seeds.run.name for seeds in found], strict=True)
+    once = {name: seeds for seeds, name in named if seeds.run.stretch == 1 and seeds.run.method in LOOKS}
     figure, axes = pyplot.subplots(len(measures), 2, figsize=(11, 3.6 * len(measures) + 0.8), squeeze=False, layout="constrained")
     for place, (measure, row) in enumerate(zip(measures, axes, strict=True)):
-        for seeds in once:
+        for name, seeds in once.items():
             done = np.arange(1, len(seeds.curves[0]) + 1) / len(seeds.curves[0])  # share of the run at each point of its curve
             for axis, whole in zip(row, (seeds.steps, seeds.hours), strict=True):
-                _draw(axis, seeds, done * whole, place)
-        low, high = _range(once, place)
+                _draw(axis, seeds, done * whole, place, name)
+        low, high = _range(list(once.values()), place)
         for axis, label in zip(row, ("iterations", "hours, as modelled"), strict=True):
             axis.set(xlabel=label, ylabel=measure, xlim=(0, None), ylim=(low, high))
             axis.grid(alpha=0.25, linewidth=0.5)
@@ -55,11 +56,11 @@ def _values(seeds: Seeds, place: int) -> Any:
     return np.array([[point[place] for point in curve] for curve in seeds.curves]) * (100 if place and seeds.is_accuracy else 1)
 
 
-def _draw(axis: Any, seeds: Seeds, x: Any, place: int) -> None:
+def _draw(axis: Any, seeds: Seeds, x: Any, place: int, name: str) -> None:
     colour, dashes = LOOKS[seeds.run.method]
     values = _values(seeds, place)
     mean, deviation = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else 0 * values[0]
-    axis.plot(x, mean, color=colour, linestyle=dashes, linewidth=1.4, label=seeds.run.name)
+    axis.plot(x, mean, color=colour, linestyle=dashes, linewidth=1.4, label=name)
     axis.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=0.12, linewidth=0)
 
 

@@ -69,7 +69,9 @@ class Store:
         found: dict[int, Settings] = {}
         for row in _read(path):
             nodes, settings = int(row["nodes"]), _settings_in(row)
-            if lr in (None, settings.lr) and row["stretch"] == "1" and (nodes not in found or settings.steps >= found[nodes].steps):
+            if lr is not None and settings.lr != lr:
+                continue
+            if row["stretch"] == "1" and (nodes not in found or settings.steps >= found[nodes].steps):
                 found[nodes] = settings
         return cls(path, tables, lambda run: found[run.nodes].stretched(run.stretch) if run.nodes in found else None)
 
