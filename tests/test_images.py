@@ -123,15 +123,20 @@ def test_crops_move_and_flip() -> None:
     assert torch.equal(y[2, -1], x[0, -2])
 
 
-def test_folders_of_images_are_read(tmp_path: Path) -> None:
+def write_images(path: Path) -> None:
+    """Of two classes, as ImageNet's are laid out."""
     from PIL import Image
 
     for part, count in (("train", 6), ("val", 2)):
         for label, colour in enumerate(((200, 30, 30), (30, 200, 30))):
-            folder = tmp_path / part / f"class{label}"
+            folder = path / part / f"class{label}"
             folder.mkdir(parents=True)
             for i in range(count):
                 Image.new("RGB", (40 + i, 30), colour).save(folder / f"{i}.png")
+
+
+def test_folders_of_images_are_read(tmp_path: Path) -> None:
+    write_images(tmp_path)
     data = load(tmp_path, CPU, side=16)
     assert data.classes == 2
     assert data.labels.tolist() == [0] * 6 + [1] * 6
@@ -141,6 +146,7 @@ def test_folders_of_images_are_read(tmp_path: Path) -> None:
     assert x[0, 1].float().mean((0, 1)).tolist() == pytest.approx([30, 200, 30], abs=2)
     assert [len(y) for _, y in data.test()] == [4]
     assert Scale(data)(x).shape == x.shape
+    assert Scale(data)(x).isfinite().all()  # though all are as blue
 
 
 def test_a_class_without_images_is_one_clear_line(tmp_path: Path) -> None:
@@ -310,6 +316,7 @@ def test_a_toy_study_and_again_without_running(tmp_path: Path) -> None:
     assert "--method Local: table quick has Parallel SGD, Local SGD, " in unknown.stderr
 
 
+TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 OWN_RESULTS = 'exec "$0" "$@" --out "$FOLDER/$RANK.csv"'
 
 
@@ -318,18 +325,7 @@ def test_real_processes_train_as_the_simulator_does(tmp_path: Path, monkeypatch:
     write_data(tmp_path)
     monkeypatch.setenv("FOLDER", str(tmp_path))
     arguments = ("--data", str(tmp_path), *TOY, "--nodes", "2", "--timeout", "20")
-    ranks = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--no-python",
-        "bash",
-        "-c",
-        OWN_RESULTS,
-    )
+    ranks = (*TWO_RANKS, "--no-python", "bash", "-c", OWN_RESULTS)
     for done in (
         start(*arguments, "--out", str(tmp_path / "1.csv")),
         start(*arguments, "--engine", "processes", under=(*ranks, sys.executable)),
@@ -340,6 +336,34 @@ def test_real_processes_train_as_the_simulator_does(tmp_path: Path, monkeypatch:
     assert real.keys() == simulated.keys()
     for method, loss in real.items():
         assert loss == pytest.approx(simulated[method], rel=2e-3), method
+
+
+def test_real_processes_train_resnet50_on_a_folder_of_images(tmp_path: Path) -> None:
+    write_images(tmp_path / "photos")
+    arguments = (
+        "--data",
+        str(tmp_path / "photos"),
+        "--net",
+        "resnet50",
+        "--table",
+        "9",
+        "--method",
+        "Gossip-PGA",
+        "--out",
+        str(tmp_path / "1.csv"),
+    )
+    small = ("--seeds", "1", "--epochs", "1", "--batch", "3", "--device", "cpu", "--timeout", "60")
+    done = start(*arguments, *small, "--engine", "processes", under=TWO_RANKS)
+    assert done.returncode == 0, done.stderr
+    (row,) = rows_of(tmp_path / "1.csv")
+    assert (row["method"], row["nodes"], row["steps"], row["net"], row["data"]) == (
+        "Gossip-PGA",
+        "2",
+        "2",
+        "ResNet50",
+        "photos, 224 pixels",
+    )
+    assert 0 < float(row["loss"]) < 3
 
 
 def on_a_rank(rank: int) -> tuple[int, float, list[float]]:

@@ -49,7 +49,8 @@ class Scale:
 
     def __init__(self, data: Data):
         x = data.sample().float()
-        self.mean, self.deviation = (value.to(data.device) for value in (x.mean((0, 1, 2)), x.std((0, 1, 2))))
+        deviation = x.std((0, 1, 2)).clamp(min=1.0)  # of 255: a channel that is the same everywhere has none
+        self.mean, self.deviation = x.mean((0, 1, 2)).to(data.device), deviation.to(data.device)
         self.dtype = torch.bfloat16 if data.device.type == "cuda" else torch.float32
 
     def __call__(self, x: Tensor) -> Tensor:
