@@ -54,7 +54,8 @@ RESNET = Recipe(0.1, 1e-4, 0.1)  # as it is usually trained on ImageNet
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     with command.processes(options) as is_first:
-        data = load(options.data, torch.device(options.device), options.side)
+        with command.refusing():
+            data = load(options.data, torch.device(options.device), options.side)
         command.run_missing(options, TABLES, Runner(data, options), is_first)
 
 
@@ -62,7 +63,7 @@ class Runner:
     """Trains one run after the other."""
 
     def __init__(self, data: Data, options: argparse.Namespace):
-        self.data, self.options, self.scale = data, options, Scale(data)
+        self.data, self.options, self.scale, self.examples = data, options, Scale(data), len(data.labels)
         self._latest = Latest()
 
     def __call__(self, run: Run) -> Finished:
@@ -116,14 +117,17 @@ class Runner:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of CIFAR-10, Fashion-MNIST, or train/ and val/ by class")
-    parser.add_argument("--epochs", type=int, help=f"of a run that is not stretched; {EPOCHS} if not given, with --quick {QUICK_EPOCHS}")
-    parser.add_argument("--batch", type=int, default=BATCH, help="images of a node at a step")
+    parser.add_argument(
+        "--epochs", type=command.at_least_one, help=f"of a run that is not stretched; {EPOCHS} if not given, with --quick {QUICK_EPOCHS}"
+    )
+    parser.add_argument("--batch", type=command.at_least_one, default=BATCH, help="images of a node at a step")
     parser.add_argument("--net", choices=list(NETWORKS), help="small if not given, with --quick tiny")
     about = ("the highest, for 256 images of all nodes together; it grows with them", "of all but norms and biases", "from 0 to 1")
-    for name, what, *values in zip(Recipe._fields, about, USUAL, SHORT, RESNET, strict=True):
+    types = (command.above_zero, command.share, command.share)
+    for name, what, kind, *values in zip(Recipe._fields, about, types, USUAL, SHORT, RESNET, strict=True):
         usual = "{:g} if not given, with --quick {:g}, with --net resnet50 {:g}".format(*values)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=float, help=f"{what}; {usual}")
-    parser.add_argument("--side", type=int, default=224, help="pixels of an image, for folders")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{what}; {usual}")
+    parser.add_argument("--side", type=command.at_least_one, default=224, help="pixels of an image, for folders")
     command.add_options(parser, TABLES, RESULTS)
     options = parser.parse_args(arguments)
     options.net = options.net or ("tiny" if options.quick else "small")
@@ -133,6 +137,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         if getattr(options, name) is None:
             setattr(options, name, value)
     command.complete(options, parser, TABLES, RESULTS)
+    if options.batch < 2:
+        parser.error("--batch 1: BatchNorm needs at least 2 images")
     return options
 
 

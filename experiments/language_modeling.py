@@ -5,7 +5,7 @@ with the learning rate that is best for it, and those that gossip near it with t
 `--size large` is the paper's model of 330 M parameters.
 
     python experiments/language_modeling.py --data FOLDER --vocabulary FILE          # enwik8 and .txt files, in it or below it
-    python experiments/language_modeling.py --data FOLDER --vocabulary FILE --quick  # a tiny model, 4 nodes: minutes on two cores
+    python experiments/language_modeling.py --data FOLDER --vocabulary FILE --quick  # a tiny model, 4 nodes, 60 steps: shows that it runs
     python experiments/language_modeling.py ... --lr 0.016 --method "Gossip-PGA" "Gossip SGD"      # some of the table, at another rate
     torchrun ... experiments/language_modeling.py --data FOLDER --vocabulary FILE --engine processes
 
@@ -40,8 +40,9 @@ QUICK_HELD_OUT = 64  # sequences
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     with command.processes(options) as is_first:
-        special = Special.of(options.vocabulary)
-        text = Sequences.of(tokens(options.data, options.vocabulary, options.cache), special).to(torch.device(options.device))
+        with command.refusing():
+            special = Special.of(options.vocabulary)
+            text = Sequences.of(tokens(options.data, options.vocabulary, options.cache), special).to(torch.device(options.device))
         text = text.evaluated_on(QUICK_HELD_OUT) if options.quick else text
         command.run_missing(options, TABLES, Runner(text, options), is_first)
 
@@ -50,7 +51,7 @@ class Runner:
     """Trains one run after the other."""
 
     def __init__(self, text: Sequences, options: argparse.Namespace):
-        self.text, self.options = text, options
+        self.text, self.options, self.examples = text, options, len(text.train)
         self._latest = Latest()
 
     def __call__(self, run: Run) -> Finished:
@@ -73,7 +74,7 @@ class Runner:
         options = self.options
         epochs = max(1, round(options.steps * options.batch * run.nodes / len(self.text.train)))
         once = Settings(
-            data=f"{len(self.text.train)} sequences",  # of two folders, hardly ever as many
+            data=f"{len(self.text.train)} + {len(self.text.held_out)} sequences",  # two folders hardly ever have as many
             net=f"BERT {options.size}",
             epochs=epochs,
             steps=options.steps,
@@ -108,9 +109,11 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=Path, required=True, help="BERT's WordPieces, one a line")
     parser.add_argument("--cache", type=Path, default=Path("runs"), help="folder for what was tokenised")
     parser.add_argument("--size", choices=list(SIZES), help="of the model; small if not given, with --quick tiny")
-    parser.add_argument("--steps", type=int, help=f"of a run that is not stretched; {STEPS} if not given, with --quick {QUICK_STEPS}")
-    parser.add_argument("--batch", type=int, default=BATCH, help="sequences of a node at a step")
-    parser.add_argument("--lr", type=float, default=LR, help="the highest")
+    parser.add_argument(
+        "--steps", type=command.at_least_one, help=f"of a run that is not stretched; {STEPS} if not given, with --quick {QUICK_STEPS}"
+    )
+    parser.add_argument("--batch", type=command.at_least_one, default=BATCH, help="sequences of a node at a step")
+    parser.add_argument("--lr", type=command.above_zero, default=LR, help="the highest")
     command.add_options(parser, TABLES, RESULTS)
     options = parser.parse_args(arguments)
     options.steps = options.steps or (QUICK_STEPS if options.quick else STEPS)

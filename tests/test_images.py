@@ -1,6 +1,8 @@
 """The image study: data, splits, convolutions of many nodes at once, and toy runs of the command on both engines."""
 
 import csv
+import doctest
+import importlib
 import subprocess
 import sys
 from argparse import Namespace
@@ -16,6 +18,7 @@ from torch.nn import functional
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
+import image_classification  # noqa: E402
 import rumor  # noqa: E402
 from images.convolution import convolution  # noqa: E402
 from images.data import CIFAR, InMemory, Scale, cropped, load  # noqa: E402
@@ -242,19 +245,46 @@ def test_a_longer_run_is_not_taken_for_a_stretched_one(tmp_path: Path) -> None:
     assert longer.find(replace(run, stretch=3)) is None
 
 
-def test_a_file_is_read_with_the_settings_of_its_longest_runs(tmp_path: Path) -> None:
+def test_a_file_is_read_with_the_settings_of_most_of_its_runs(tmp_path: Path) -> None:
     run, path = Run("Local SGD", "isolated", 6), tmp_path / "found.csv"
-    stretched, few = replace(run, stretch=3), replace(run, nodes=4)
-    for one in (run, stretched, few):
+    other, stretched, few = replace(run, seed=1), replace(run, stretch=3), replace(run, nodes=4)
+    for one in (run, other, stretched, few):
         Store(path, TABLES, settings_of).add(one, finished())
-    before = Store.as_written(path, TABLES)
-    assert all(before.find(one) is not None and len(before.curve(one)) == 2 for one in (run, stretched, few))
-    assert before.find(replace(run, nodes=8)) is None
-    Store(path, TABLES, lambda run: settings_of(run, steps=200)).add(run, finished())
-    after = Store.as_written(path, TABLES)
-    assert after.find(run)["steps"] == "200"
-    assert after.find(stretched) is None
-    assert after.find(few)["steps"] == "100"
+    Store(path, TABLES, lambda run: settings_of(run, steps=200)).add(run, finished())  # a trial
+    found = Store.as_written(path, TABLES)
+    assert all(found.find(one) is not None and len(found.curve(one)) == 2 for one in (run, other, stretched, few))
+    assert found.find(run)["steps"] == "100"
+    assert found.find(replace(run, nodes=8)) is None
+    Store(path, TABLES, lambda run: settings_of(run, steps=200)).add(few, finished())
+    Store(path, TABLES, lambda run: settings_of(run, steps=200)).add(replace(few, seed=1), finished())
+    assert Store.as_written(path, TABLES).find(few)["steps"] == "200"
+
+
+def test_two_commands_may_write_to_one_file(tmp_path: Path) -> None:
+    """Each has read it before the other wrote."""
+    run, stores = Run("Local SGD", "isolated", 6), [Store(tmp_path / "found.csv", TABLES, settings_of) for _ in range(2)]
+    for seed, store in enumerate(stores):
+        store.add(replace(run, seed=seed), finished())
+    both = Store(tmp_path / "found.csv", TABLES, settings_of)
+    assert all(both.find(replace(run, seed=seed)) is not None and len(both.curve(replace(run, seed=seed))) == 2 for seed in (0, 1))
+
+
+DAMAGED = {
+    "lacks or has too many of the columns H, .*weight_decay, worst_node": lambda text: "table,method\n7,Local SGD\n",
+    "lacks or has too many of the columns H, accuracy, ": lambda text: "",
+    "lacks or has too many of the columns more": lambda text: text.replace(",device", ",device,more"),
+    "line 2 is damaged": lambda text: text.rstrip("\n"),
+    "found.csv, line 2 is damaged": lambda text: text.rsplit(",", 2)[0] + "\n",
+}
+
+
+@pytest.mark.parametrize("error", list(DAMAGED))
+def test_a_file_that_is_damaged_or_of_another_version_is_refused(tmp_path: Path, error: str) -> None:
+    path = tmp_path / "found.csv"
+    Store(path, TABLES, settings_of).add(Run("Local SGD", "isolated", 6), finished())
+    path.write_text(DAMAGED[error](path.read_text()))
+    with pytest.raises(ValueError, match=error):
+        Store(path, TABLES, settings_of)
 
 
 def test_a_file_is_read_at_one_learning_rate(tmp_path: Path) -> None:
@@ -267,12 +297,6 @@ def test_a_file_is_read_at_one_learning_rate(tmp_path: Path) -> None:
     assert (high.find(run)["lr"], low.find(run)["lr"]) == ("0.2", "0.1")
     assert high.find(replace(run, seed=1)) is None
     assert Store.as_written(path, TABLES, 0.4).find(run) is None
-
-
-def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "old.csv").write_text("table,method\n7,Local SGD\n")
-    with pytest.raises(ValueError, match=r"lacks the columns topology, .*steps"):
-        Store(tmp_path / "old.csv", TABLES, settings_of)
 
 
 def test_how_many_seeds_reach_the_target_is_said() -> None:
@@ -311,9 +335,63 @@ def test_a_toy_study_and_again_without_running(tmp_path: Path) -> None:
     later = rows_of(tmp_path / "found.csv")[len(rows) :]
     assert later
     assert {row["method"] for row in later} <= {"Local SGD", "Gossip-PGA"}
-    unknown = start(*arguments, "--method", "Local")
-    assert unknown.returncode == 2
-    assert "--method Local: table quick has Parallel SGD, Local SGD, " in unknown.stderr
+
+
+REFUSED = {
+    ("--method", "Local"): "--method Local: table quick has Parallel SGD, Local SGD, ",
+    ("--seeds", "0"): "argument --seeds: 0: a number of at least 1 needed",
+    ("--lr", "nan"): "argument --lr: nan: a number above 0 needed",
+    ("--minutes", "-1"): "argument --minutes: -1: a number above 0 needed",
+    ("--label-smoothing", "2"): "argument --label-smoothing: 2: a number from 0 to below 1 needed",
+    ("--batch", "1"): "--batch 1: BatchNorm needs at least 2 images",
+    ("--out", "."): "--out .: a file is needed",
+    ("--out", "/dev/null/found.csv"): "--out /dev/null/found.csv: a file is needed",
+    ("--nodes", "500"): "error: 500 nodes x --batch 8 are more than there is to train on (",
+    ("--data", "nowhere"): "error: nowhere has no images that are known here",
+}
+
+
+@pytest.mark.parametrize("wrong", list(REFUSED))
+def test_what_cannot_be_is_one_line_before_anything_is_trained(
+    tmp_path: Path, wrong: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_data(tmp_path)
+    with pytest.raises(SystemExit) as exit:
+        image_classification.main(["--data", str(tmp_path), *TOY, "--out", "found.csv", *wrong])
+    assert REFUSED[wrong] in f"{exit.value} {capsys.readouterr().err}"
+    assert not (tmp_path / "found.csv").exists()
+
+
+def test_ranks_that_would_each_simulate_all_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit):
+        image_classification.parse(["--data", "."])
+    assert "say --engine processes, or leave out torchrun" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(runner: image_classification.Runner, run: Run) -> Finished:
+        if run.method == "Parallel SGD":
+            return finished()
+        raise KeyboardInterrupt
+
+    write_data(tmp_path)
+    monkeypatch.setattr(image_classification.Runner, "__call__", pressed)
+    with pytest.raises(SystemExit, match=r"stopped: what was finished is in .*found\.csv, and is not run again"):
+        image_classification.main(["--data", str(tmp_path), *TOY, "--out", str(tmp_path / "found.csv")])
+    assert [row["method"] for row in rows_of(tmp_path / "found.csv")] == ["Parallel SGD"]
+
+
+STUDIES = [
+    path for folder in ("networks", "images", "text", "logistic") for path in sorted((ROOT / "experiments" / folder).glob("[a-z]*.py"))
+]
+STUDIES.remove(ROOT / "experiments" / "images" / "kernels.py")  # Triton comes with torch for CUDA only
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: f"{path.parent.name}.{path.stem}")
+def test_examples_in_the_studies_are_true(path: Path) -> None:
+    assert doctest.testmod(importlib.import_module(f"{path.parent.name}.{path.stem}")).failed == 0
 
 
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -22,7 +22,7 @@ SAMPLE, AT_ONCE = 256, 256
 
 class OnDisk:
     def __init__(self, folder: Path, device: torch.device, side: int):
-        self.name, self.device, self._side = f"{folder.name}, {side} pixels", device, side
+        self.name, self.device, self._side = f"{folder.resolve().name}, {side} pixels", device, side
         names = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
         self._train, self._test = (_listed(folder / part, names) for part in ("train", "val"))
         self.classes = len(names)

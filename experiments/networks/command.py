@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -21,18 +22,53 @@ from networks.engines import as_first_says
 from networks.runs import QUICK, Run, Tables
 from networks.store import Finished, Settings, Store
 
+SHOWN = ("topology", "H", "nodes", "split", "momentum")  # settings of a run
+
+
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: a number of at least 1 needed")
+    return int(text)
+
+
+def above_zero(text: str) -> float:
+    """
+    >>> above_zero("1e-3")
+    0.001
+    >>> above_zero("nan")
+    Traceback (most recent call last):
+    argparse.ArgumentTypeError: nan: a number above 0 needed
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: a number above 0 needed")
+    return value
+
+
+def share(text: str) -> float:
+    """From 0 to below 1."""
+    value = 0.0 if text in ("0", "0.0") else above_zero(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text}: a number from 0 to below 1 needed")
+    return value
+
 
 def add_options(parser: argparse.ArgumentParser, tables: Tables, results: Path) -> None:
     parser.add_argument("--table", nargs="+", choices=list(tables), help="of the paper, or ours; all if none is given")
     parser.add_argument("--method", nargs="+", metavar="NAME", help='of those in the tables, as in "Local SGD x3"; all if none is given')
-    parser.add_argument("--seeds", type=int, help="as many as each table needs if not given")
+    parser.add_argument("--seeds", type=at_least_one, help="as many as each table needs if not given")
     parser.add_argument(
         "--engine", choices=("simulated", "processes"), default="simulated", help="processes: under torchrun, a node a rank"
     )
-    parser.add_argument("--nodes", type=int, help="in the place of what the tables have; --engine processes: as many as there are ranks")
+    parser.add_argument(
+        "--nodes", type=at_least_one, help="in the place of what the tables have; --engine processes: as many as there are ranks"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--minutes", type=float, help="start no run after so many")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds that processes wait for each other")
+    parser.add_argument("--minutes", type=above_zero, help="start no run after so many")
+    parser.add_argument("--timeout", type=above_zero, default=600.0, help="seconds that processes wait for each other")
     parser.add_argument("--quick", action="store_true", help="a small table, one seed, short runs")
     parser.add_argument("--out", type=Path, help=f"file of the results; {results} if not given, with --quick one in the current folder")
 
@@ -45,15 +81,25 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, table
     names = list(dict.fromkeys(run.name for name in options.table for run in tables[name].runs))
     if unknown := [name for name in options.method or () if name not in names]:
         parser.error(f"--method {', '.join(unknown)}: table {', '.join(options.table)} has {', '.join(names)}")
+    if options.engine == "simulated" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        parser.error("every rank would simulate all nodes: say --engine processes, or leave out torchrun")
     if options.engine == "processes" and "RANK" not in os.environ:
         parser.error("--engine processes needs torchrun: torchrun --nproc-per-node N, then this command")
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: torch can't use that here; --device cpu works everywhere")
-    for name, value in vars(options).items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            parser.error(f"--{name} {value}: at least 1 needed")
-    if not options.lr > 0:
-        parser.error(f"--lr {options.lr}: more than 0 needed")
+    with suppress(OSError):
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+    if options.out.is_dir() or not options.out.parent.is_dir() or not os.access(options.out.parent, os.W_OK):
+        parser.error(f"--out {options.out}: a file is needed, in a folder that can be written to")
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """What is wrong with the files that are read is one line, not a traceback."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
 
 
 @contextmanager
@@ -73,7 +119,18 @@ def processes(options: argparse.Namespace) -> Iterator[bool]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def stoppable(out: Path) -> Iterator[None]:
+    """Ctrl-C is one line, too."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(f"stopped: what was finished is in {out}, and is not run again") from None
+
+
 class Runner(Protocol):
+    examples: int  # to train on
+
     def __call__(self, run: Run) -> Finished: ...
     def settings(self, run: Run) -> Settings: ...
     def trainer_key(self, run: Run) -> tuple[int, float]: ...  # runs with the same one share a trainer, and what it has compiled
@@ -85,11 +142,15 @@ def run_missing(options: argparse.Namespace, tables: Tables, run_one: Runner, is
     What is missing, and when to stop, the first rank says to all: they may see other files and have other clocks, and would wait for each
     other for ever.
     """
-    wanted, store = _wanted(options, tables), Store(options.out, tables, run_one.settings)
+    wanted = _wanted(options, tables)
+    with refusing():
+        _check_size(wanted, options.batch, run_one.examples)
+        store = Store(options.out, tables, run_one.settings)
     missing = [run for run in wanted if store.find(run) is None]
     missing = as_first_says(sorted(missing, key=lambda run: (run_one.trainer_key(run), run.seed)))
     began = time.monotonic()
-    with tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit=" runs", disable=not is_first) as bar:
+    bars = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit=" runs", disable=not is_first)
+    with stoppable(options.out), bars as bar:
         for run in missing:
             if as_first_says(options.minutes is not None and time.monotonic() - began > 60 * options.minutes):
                 break
@@ -98,8 +159,17 @@ def run_missing(options: argparse.Namespace, tables: Tables, run_one: Runner, is
             if is_first:
                 store.add(run, finished)
             bar.update()
-    if is_first:
-        print(as_text([_shown(run, row) for run in wanted if (row := store.find(run)) is not None]))
+    rows = [_shown(run, row) for run in wanted if (row := store.find(run)) is not None]
+    if is_first and rows:
+        print(f"data: {run_one.settings(wanted[0]).data}\n{as_text(_telling_apart(rows))}")
+
+
+def _check_size(wanted: list[Run], batch: int, examples: int) -> None:
+    nodes = max(run.nodes for run in wanted)
+    if nodes * batch > examples:
+        raise ValueError(
+            f"{nodes} nodes x --batch {batch} are more than there is to train on ({examples}): fewer nodes, or a smaller --batch"
+        )
 
 
 def _wanted(options: argparse.Namespace, tables: Tables) -> list[Run]:
@@ -112,6 +182,16 @@ def _wanted(options: argparse.Namespace, tables: Tables) -> list[Run]:
 
 def _shown(run: Run, row: dict[str, str]) -> Row:
     """A finished run, for people to read."""
-    settings = {"method": run.name, "topology": run.topology, "nodes": run.nodes, "seed": run.seed}
+    settings = {"method": run.name, **{name: "-" if (value := getattr(run, name)) is None else value for name in SHOWN}, "seed": run.seed}
     value = f"{100 * float(row['accuracy']):.2f} %" if row["accuracy"] else "-"
     return {**settings, "accuracy": value, "loss": f"{float(row['loss']):.4f}", "hours, modelled": f"{float(row['hours']):.2f}"}
+
+
+def _telling_apart(rows: list[Row]) -> list[Row]:
+    """Without settings that are the same in all rows.
+
+    >>> _telling_apart([{"H": 3, "split": "iid", "loss": 1.0}, {"H": 6, "split": "iid", "loss": 1.0}])
+    [{'H': 3, 'loss': 1.0}, {'H': 6, 'loss': 1.0}]
+    """
+    alike = {name for name in SHOWN if len({row.get(name) for row in rows}) == 1}
+    return [{name: value for name, value in row.items() if name not in alike} for row in rows]

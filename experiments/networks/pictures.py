@@ -32,6 +32,8 @@ def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, pat
 
     named = zip(found, names or [seeds.run.name for seeds in found], strict=True)
     once = {name: seeds for seeds, name in named if seeds.run.stretch == 1 and seeds.run.method in LOOKS}
+    if not once:
+        return
     figure, axes = pyplot.subplots(len(measures), 2, figsize=(11, 3.6 * len(measures) + 0.8), squeeze=False, layout="constrained")
     for place, (measure, row) in enumerate(zip(measures, axes, strict=True)):
         for name, seeds in once.items():

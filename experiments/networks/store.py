@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from io import StringIO
 from itertools import chain
 from pathlib import Path
 
@@ -18,6 +20,7 @@ KEY = (  # what decides a run, and so tells it from all others
     *("lr", "batch", "weight_decay", "smoothing", "net", "data"),
 )
 COLUMNS = ("table", *KEY, "accuracy", "worst_node", "loss", "global_share", "hours", "gpu_seconds", "device")
+CURVE_COLUMNS = (*KEY, "point", "loss", "value")
 
 
 @dataclass(frozen=True)
@@ -57,22 +60,27 @@ class Finished:
 class Store:
     def __init__(self, path: Path, tables: Tables, settings: SettingsOf):
         self.path, self.tables, self._settings = path, tables, settings
-        self._rows = {_key_in(row): row for row in _read(path)}
+        self._rows: dict[Key, Row] = {}
         self._points: dict[Key, list[Row]] = {}
-        for point in _read(self._curves):
+        self._read_again()
+
+    def _read_again(self) -> None:
+        """What is in the files by now: another command may have added to them."""
+        self._rows = {_key_in(row): row for row in _read(self.path, COLUMNS)}
+        self._points = {}
+        for point in _read(self._curves, CURVE_COLUMNS):
             self._points.setdefault(_key_in(point), []).append(point)
 
     @classmethod
     def as_written(cls, path: Path, tables: Tables, lr: float | None = None) -> Store:
-        """With the settings that the file's own runs had (those with that learning rate): for each number of nodes those of its longest
-        run that is not stretched, and of several as long, of the last."""
-        found: dict[int, Settings] = {}
-        for row in _read(path):
-            nodes, settings = int(row["nodes"]), _settings_in(row)
-            if lr is not None and settings.lr != lr:
-                continue
-            if row["stretch"] == "1" and (nodes not in found or settings.steps >= found[nodes].steps):
-                found[nodes] = settings
+        """With the settings that the file's own runs had (those with that learning rate): for each number of nodes those of most runs that
+        are not stretched, so that a few trials in the same file change nothing."""
+        runs: dict[int, Counter[Settings]] = {}
+        for row in _read(path, COLUMNS):
+            settings = _settings_in(row)
+            if row["stretch"] == "1" and lr in (None, settings.lr):
+                runs.setdefault(int(row["nodes"]), Counter())[settings] += 1
+        found = {nodes: counted.most_common(1)[0][0] for nodes, counted in runs.items()}
         return cls(path, tables, lambda run: found[run.nodes].stretched(run.stretch) if run.nodes in found else None)
 
     def learning_rates(self) -> list[float]:
@@ -103,6 +111,7 @@ class Store:
         key, columns = self._key(run), {name: value for name, value in asdict(found).items() if name != "curve"}
         if key is None:
             raise ValueError(f"no settings are known for {run}")
+        self._read_again()
         named = dict(zip(KEY, key, strict=True))
         self._points[key] = [
             {**named, "point": str(point), "loss": _short(loss), "value": _short(value)}
@@ -110,7 +119,7 @@ class Store:
         ]
         tables = "; ".join(tables_of(run, self.tables))
         self._rows[key] = {"table": tables, **named, **{name: _short(value) for name, value in columns.items()}}
-        _write(self._curves, chain.from_iterable(self._points.values()), (*KEY, "point", "loss", "value"))
+        _write(self._curves, chain.from_iterable(self._points.values()), CURVE_COLUMNS)
         _write(self.path, self._rows.values(), COLUMNS)  # last: a run is finished when it is in here
 
 
@@ -128,16 +137,18 @@ def _short(value: object) -> str:
     return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def _read(path: Path) -> list[Row]:
-    """Refuses a file with other columns, which would be taken for one without runs, or lose some of what it holds."""
+def _read(path: Path, columns: tuple[str, ...]) -> list[Row]:
+    """Refuses a file that another version wrote, or that is damaged: it would be taken for one without some of its runs, and lose them."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
-    missing = [name for name in KEY if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ValueError(f"{path} lacks the columns {', '.join(missing)}: it was written by another version; name another file (--out)")
+    text = path.read_text("utf-8", errors="replace")
+    reader = csv.DictReader(StringIO(text, newline=""), restkey="more")
+    rows, other = list(reader), set(reader.fieldnames or ()) ^ set(columns)
+    if other:
+        raise ValueError(f"{path} lacks or has too many of the columns {', '.join(sorted(other))}: name another file (--out)")
+    broken = next((at for at, row in enumerate(rows, 2) if "more" in row or None in row.values()), None)
+    if broken is not None or not text.endswith("\n"):
+        raise ValueError(f"{path}, line {broken or len(rows) + 1} is damaged: take the line out, or name another file (--out)")
     return rows
 
 
