@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -569,6 +570,18 @@ def test_a_door_is_open_while_its_process_lives() -> None:
         child.kill()
         child.communicate()
     assert doors.gone({"node 0": doors.address(), "node 1": at}) == {"node 1": "its process is gone"}
+
+
+def test_a_process_that_is_ending_is_waited_for() -> None:
+    """Its connections may be closed before its door; a time-out says nothing of that kind."""
+    hung_up, slow = RuntimeError("[.../pair.cc:547] Connection closed by peer [127.0.0.1]:5"), RuntimeError("Timed out waiting 5000ms")
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        at = {"node 1": door.getsockname()}
+        assert "no process is gone" in doors.likely_reason(at, slow)
+        closing = threading.Timer(0.5, door.close)
+        closing.start()
+        assert "node 1 is lost (its process is gone)" in doors.likely_reason(at, hung_up)
+        closing.join()
 
 
 OUTLIVED = """

@@ -19,6 +19,8 @@ Address = tuple[str, int]
 Doors = Mapping[str, Address | None]  # by whose they are
 
 SECONDS = 1.0  # that a host has to answer
+ENDING = 2.0  # seconds that a process has to end after its connections have
+HUNG_UP = ("closed by peer", "reset by peer", "Broken pipe")  # says gloo
 MOST_CALLERS = 4096  # as many as a kernel lets wait, usually
 _door: socket.socket | None = None
 
@@ -76,9 +78,16 @@ def gone(doors: Doors) -> dict[str, str]:
     return {name: found[name] for name in doors if name in found}
 
 
-def likely_reason(doors: Doors) -> str:
-    """Why a rank has lost touch with the others, as far as doors can tell."""
-    if found := gone(doors):
+def likely_reason(doors: Doors, error: Exception) -> str:
+    """Why a rank has lost touch with the others, as far as doors can tell.
+
+    The kernel closes what a dead process had open one by one, so that its door may close after the connection whose end is the error.
+    """
+    found, ends = gone(doors), time.monotonic() + ENDING
+    while doors and not found and any(words in str(error) for words in HUNG_UP) and time.monotonic() < ends:
+        time.sleep(0.2)
+        found = gone(doors)
+    if found:
         return ", ".join(f"{name} is lost ({why})" for name, why in found.items()) + " (the earliest error in the logs of all is the cause)"
     if not doors:
         return "a peer has died before it has built its Averager, or is slower than the time-out that init_process_group(timeout=...) sets"

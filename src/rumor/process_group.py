@@ -315,7 +315,7 @@ class ProcessGroup:
         except RuntimeError as error:
             raise ConnectionError(
                 f"{self.called} {self.rank} of {self.n} lost touch with the others while {self.metrics.placed(doing)}: "
-                f"{doors.likely_reason(self.doors)}. Once that is mended, restart the job from its last checkpoint. ({error})"
+                f"{doors.likely_reason(self.doors, error)}. Once that is mended, restart the job from its last checkpoint. ({error})"
             ) from error
 
     def _settle_alarm(self, doing: str) -> None:
