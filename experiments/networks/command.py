@@ -39,21 +39,29 @@ def above_zero(text: str) -> float:
     Traceback (most recent call last):
     argparse.ArgumentTypeError: nan: a number above 0 needed
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text}: a number above 0 needed")
     return value
 
 
 def share(text: str) -> float:
-    """From 0 to below 1."""
-    value = 0.0 if text in ("0", "0.0") else above_zero(text)
-    if value >= 1:
+    """
+    >>> share("0.00"), share("0.2")
+    (0.0, 0.2)
+    """
+    value = _number(text)
+    if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text}: a number from 0 to below 1 needed")
     return value
+
+
+def _number(text: str) -> float:
+    """Not a number, if it is none."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def add_options(parser: argparse.ArgumentParser, tables: Tables, results: Path) -> None:
