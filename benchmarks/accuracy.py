@@ -1,13 +1,13 @@
-"""Time to accuracy: Fashion-MNIST on hosts whose links are really slow (bed.py), Rumor's methods beside DDP and other libraries.
+"""Time to accuracy: trains Fashion-MNIST on hosts with slow links (bed.py), with Rumor's methods, DDP and other libraries.
 
-    sudo python benchmarks/accuracy.py --data FOLDER                # all of it, about two hours on two cores; stop it when you like
+    sudo python benchmarks/accuracy.py --data FOLDER                # everything, about two hours on two cores; you can stop it at any time
     python benchmarks/accuracy.py --data FOLDER --loopback          # over loopback, unshaped: no root needed
     python benchmarks/accuracy.py --data FOLDER --quick             # a tiny run of everything
 
-It first finds the link rates at which an all-reduce takes 1.9 and 3.3 times as long as computing (the paper's Table 17), times a step
-there, then trains every method with every seed, and last times a step at the rates of the bandwidth curve. What is finished is kept in
---runs and not measured again (it can't tell one version of the code from another: give a new one a folder of its own).
-Writes benchmarks/results/accuracy.json and the pictures; page.py makes the tables.
+First it finds the link rates at which an all-reduce takes 1.9 and 3.3 times as long as computing (the paper's Table 17), and times a step
+there. Then it trains every method with every seed. Last it times a step at the rates of the bandwidth curve. Finished runs are kept in
+--runs and are not measured again. It can't tell versions of the code apart, so use a new folder for a new version.
+It writes benchmarks/results/accuracy.json and the pictures; page.py makes the tables.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import fashion
 from bed import LOOPBACK, Bed
 from measure import machine, save
 from reached import best_ddp
-from rumor.files import replacing
+from rumor.checkpoint.files import replacing
 from train_on_host import TIMED, contestants
 
 HERE = Path(__file__).parent
@@ -42,11 +42,11 @@ CURVE = ("100mbit", "200mbit", "500mbit", "1gbit", "2gbit", LOOPBACK)
 CURVE_HOSTS = 4
 QUICK = ("DDP", "Gossip-PGA", "Gossip-PGA, delay=1")
 QUICK_STEPS = 24
-CLOSE_ENOUGH = 0.05  # of the ratio that was wanted
+CLOSE_ENOUGH = 0.05  # relative error of the ratio
 
 
 class Study:
-    """What is to be measured, and where each piece is kept; pieces of other settings are not read."""
+    """The measurements to make, and the file of each one. Files with other settings are not read."""
 
     def __init__(self, options: argparse.Namespace):
         self.data, self.seeds, self.hosts, self.quick = fashion.find(options.data), options.seeds, options.hosts, options.quick
@@ -64,7 +64,7 @@ class Study:
         wanted = self.chosen or self.known
         unknown = set(wanted) - set(self.known)
         if unknown:
-            raise ValueError(f"no such method: {', '.join(sorted(unknown))}; there are {', '.join(self.known)}")
+            raise ValueError(f"--methods: there is no {', '.join(sorted(unknown))}: choose from {', '.join(self.known)}")
         return [name for name in self.known if name in wanted]
 
     def at_ratio(self, hosts: int, ratio: float) -> Path:
@@ -87,7 +87,7 @@ class Study:
         ]
 
     def timings(self) -> list[Path]:
-        """Beside the runs: Table 17 and the curve."""
+        """The files of the timings: our Table 17 and the bandwidth curve."""
         if None in self.ratios:
             return []
         curve = [self.at_rate(rate) for rate in CURVE] if CURVE_HOSTS in self.hosts else []
@@ -98,12 +98,12 @@ def on_all_hosts(bed: Bed, job: dict[str, Any], timeout: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.json"
         file.write_text(json.dumps(job))
-        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # it warns that hosts of the bed have no names
+        quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # otherwise torch warns that the hosts of the bed have no names
         bed.run([sys.executable, str(HERE / "train_on_host.py"), str(file)], timeout, quiet)
 
 
 def time_steps(bed: Bed, data: Path, methods: Sequence[str], repeats: int) -> dict[str, Any]:
-    """Seconds of a step of each method, and of an all-reduce of the model."""
+    """Times a step of each method, and an all-reduce of the model."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         job = {"data": str(data), "methods": methods, "calls": 4 * fashion.H, "repeats": repeats, "out": str(out)}
@@ -113,17 +113,20 @@ def time_steps(bed: Bed, data: Path, methods: Sequence[str], repeats: int) -> di
 
 
 def find_rates(bed: Bed, study: Study, bar: tqdm) -> None:
-    """The link rate for each ratio, and all steps there. An all-reduce takes a time of about 1 / rate, so that a few corrections suffice;
-    computing is what varies from job to job, hence the median of all."""
+    """Finds the link rate for each ratio, and times all steps at that rate.
+
+    The time of an all-reduce is about proportional to 1 / rate, so a few corrections are enough. The compute time varies from job to job,
+    so the median of all jobs is used.
+    """
     computing: list[float] = []
     for ratio in (ratio for ratio in RATIOS if not study.at_ratio(bed.hosts, ratio).exists()):
-        mbit = 1_200 / ratio  # a guess
+        mbit = 1_200 / ratio  # a first guess
         for _ in range(3):
             bed.set_rate(f"{mbit:.0f}mbit")
             seconds = time_steps(bed, study.data, ["computing alone"], 6)["seconds"]
             computing.append(seconds["computing alone"]["median"])
             found = seconds["all-reduce alone"]["median"] / statistics.median(computing)
-            tqdm.write(f"{bed.label}: an all-reduce takes {found:.2f} times as long as computing; wanted: {ratio}")
+            tqdm.write(f"{bed.label}: an all-reduce takes {found:.2f} times as long as computing; the goal is {ratio}")
             if abs(found / ratio - 1) < CLOSE_ENOUGH:
                 break
             mbit *= found / ratio
@@ -134,7 +137,7 @@ def find_rates(bed: Bed, study: Study, bar: tqdm) -> None:
 
 
 def train(bed: Bed, study: Study, ratio: float | None, seed: int, bar: tqdm) -> None:
-    """All methods of one seed in one job, in an order of their own. Should one fail, the others are tried again without waiting for it."""
+    """Trains all methods with one seed in one job, in random order. If one fails, the others are tried again without it."""
     bucket = 1.0
     if ratio is not None:
         known = json.loads(study.at_ratio(bed.hosts, ratio).read_text())
@@ -161,7 +164,7 @@ def train(bed: Bed, study: Study, ratio: float | None, seed: int, bar: tqdm) -> 
 
 @contextmanager
 def counted(files: Sequence[Path], bar: tqdm) -> Iterator[None]:
-    """Tells the bar of each file as soon as it is there."""
+    """Updates the bar when a file appears."""
     over = threading.Event()
 
     def watch() -> None:
@@ -187,7 +190,7 @@ def measure(study: Study) -> None:
         for hosts in study.hosts:
             with Bed(hosts, LOOPBACK if None in study.ratios else "1gbit") as bed:
                 if None not in study.ratios and not bed.shaped:
-                    raise OSError(f"no shaped network here: {bed.why_not}; --loopback trains unshaped")
+                    raise OSError(f"the links can't be shaped: {bed.why_not}; use --loopback to train without shaping")
                 if None not in study.ratios:
                     find_rates(bed, study, bar)
                 for seed in range(study.seeds):
@@ -203,7 +206,7 @@ def measure(study: Study) -> None:
 
 
 def collect(study: Study) -> dict[str, Any]:
-    """All that is finished, as one value."""
+    """Collects everything that is finished."""
 
     def there(files: Sequence[Path]) -> list[Any]:
         return [json.loads(file.read_text()) for file in files if file.exists()]
@@ -218,7 +221,7 @@ def collect(study: Study) -> dict[str, Any]:
 
 
 def as_lines(results: dict[str, Any]) -> str:
-    """JSON, one line a row."""
+    """Formats JSON with one line per row."""
     parts = []
     for name, value in results.items():
         rows = ",\n".join(json.dumps(row) for row in value) if isinstance(value, list) else None
@@ -228,23 +231,25 @@ def as_lines(results: dict[str, Any]) -> str:
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder with the four IDX files of Fashion-MNIST, unpacked, in it or below it")
-    parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--methods", nargs="+", help="only these, by the names of the tables")
+    parser.add_argument("--data", type=Path, help="folder with the four unpacked IDX files of Fashion-MNIST, also in a subfolder")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8], help="numbers of hosts")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    parser.add_argument("--methods", nargs="+", help="only these methods, by their names in the tables")
     parser.add_argument("--loopback", action="store_true", help="train over loopback, unshaped, instead of at the two ratios")
     parser.add_argument("--quick", action="store_true", help="two hosts over loopback, two seeds, a few steps")
-    parser.add_argument("--report", action="store_true", help="measure nothing: results and pictures of what is finished")
-    parser.add_argument("--runs", type=Path, default=Path("runs/accuracy"), help="folder for what is finished")
-    parser.add_argument("--results", type=Path, help="file for the results (benchmarks/results/accuracy.json; other runs: in --runs)")
-    parser.add_argument("--pictures", type=Path, help="folder for the pictures (docs/performance; other runs: --runs)")
+    parser.add_argument("--report", action="store_true", help="measure nothing; write the results and pictures of the finished runs")
+    parser.add_argument("--runs", type=Path, default=Path("runs/accuracy"), help="folder for finished runs")
+    parser.add_argument(
+        "--results", type=Path, help="file for the results (benchmarks/results/accuracy.json; with --loopback a file in --runs)"
+    )
+    parser.add_argument("--pictures", type=Path, help="folder for the pictures (docs/performance; with --loopback --runs)")
     options = parser.parse_args(arguments)
     if options.quick:
         options.hosts, options.seeds, options.loopback, options.methods = [2], 2, True, options.methods or list(QUICK)
     options.results = options.results or (options.runs if options.loopback else HERE / "results") / "accuracy.json"
     options.pictures = options.pictures or (options.runs if options.loopback else HERE.parent / "docs" / "performance")
     if options.seeds < 2:
-        parser.error(f"--seeds {options.seeds}: at least 2 needed, for a standard error")
+        parser.error(f"--seeds must be at least 2, for a standard error, got {options.seeds}")
     return options
 
 
@@ -255,7 +260,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         measure(study)
     results = collect(study)
     if not results["runs"]:
-        raise ValueError(f"nothing is finished in {study.folder}: run this without --report first")
+        raise ValueError(f"there are no finished runs in {study.folder}: run this command without --report first")
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with replacing(options.results) as aside:
         aside.write_text(as_lines(results))
@@ -266,16 +271,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     accuracy_pictures.draw(results, options.pictures)
     missing = [file for file in study.timings() + study.all_runs() if not file.exists()]
     if missing:
-        raise RuntimeError(f"{len(missing)} runs are missing, the first of them {missing[0]}: the same command tries them again")
+        raise RuntimeError(f"{len(missing)} runs are missing, the first one is {missing[0]}: run the same command again to retry them")
 
 
 if __name__ == "__main__":
-    for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a shell lets what it starts in the background ignore Ctrl-C
-        if stop != signal.SIGHUP or signal.getsignal(stop) is not signal.SIG_IGN:  # as nohup has it
-            signal.signal(stop, signal.default_int_handler)  # the bed is taken down then too
+    for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # a shell makes background processes ignore Ctrl-C
+        if stop != signal.SIGHUP or signal.getsignal(stop) is not signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(stop, signal.default_int_handler)  # so that the bed is taken down
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped: the same command goes on from the runs that are finished")
-    except (OSError, ValueError, RuntimeError, TimeoutError) as error:  # what a user can mend
+        sys.exit("stopped: run the same command again to continue after the finished runs")
+    except (OSError, ValueError, RuntimeError, TimeoutError) as error:  # errors that the user can fix
         sys.exit(f"accuracy: {error}")

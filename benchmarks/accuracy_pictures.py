@@ -1,6 +1,6 @@
-"""The pictures of accuracy.py's results:
+"""Draws the pictures of accuracy.py's results:
 
-python benchmarks/accuracy_pictures.py        # draws docs/performance/*.png anew from benchmarks/results/accuracy.json
+python benchmarks/accuracy_pictures.py        # draws docs/performance/*.png from benchmarks/results/accuracy.json
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 import reached
 from bed import LOOPBACK
 from limits import bytes_per_second, shown
-from rumor.files import replacing
+from rumor.checkpoint.files import replacing
 from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
 ROOT = Path(__file__).parents[1]
-# the main methods; dashes tell them apart in grey print
+# The main methods. Dashes tell them apart in grey print.
 LOOKS = {
     "DDP": (BLACK, "-", "Parallel SGD (DDP)"),
     "Local SGD": (ORANGE, (0, (1, 1)), "Local SGD"),
@@ -30,7 +30,7 @@ LOOKS = {
     "Gossip-AGA, delay=1": (GREEN, (0, (7, 2, 1, 2)), "Gossip-AGA, delay=1"),
     "DDP, bf16 hook": ("grey", (0, (2, 1)), "DDP, bf16 hook"),
 }
-UNSHAPED = 8e9  # where the curve puts a link without a rate
+UNSHAPED = 8e9  # bits/s at which the curve shows a link without a rate
 
 
 def draw(results: dict[str, Any], folder: Path) -> None:
@@ -52,7 +52,7 @@ def _save(figure: Any, path: Path, plt: Any) -> None:
 
 
 def _over_seconds(runs: list[dict[str, Any]], plt: Any) -> Any:
-    """A panel for each number of hosts and each ratio: the accuracy of the mean model over the wall clock."""
+    """Draws the accuracy of the mean model over time, with a panel for each number of hosts and each ratio."""
     panels = list(dict.fromkeys((run["hosts"], run["ratio"], run["rate"]) for run in runs))
     columns = len({ratio for _, ratio, _ in panels})
     rows = math.ceil(len(panels) / columns)
@@ -74,7 +74,7 @@ def _over_seconds(runs: list[dict[str, Any]], plt: Any) -> Any:
     seeds = len({run["seed"] for run in runs})
     figure.suptitle(
         f"Fashion-MNIST. Mean of {seeds} seeds; bands: one standard deviation.\n"
-        "A dot: the mean of the seeds reaches the target (the tables have the median of their own times).",
+        "Dot: the mean of the seeds reaches the target (the tables show the median of the seeds' times).",
         fontsize=10,
     )
     return figure

@@ -1,4 +1,4 @@
-"""The tables of accuracy.py's results, for the page and the screen."""
+"""Tables of the results of accuracy.py, for the page and for the screen."""
 
 from __future__ import annotations
 
@@ -23,27 +23,32 @@ PAPER = (  # its Table 17, ms: without communication, with all-reduce, with goss
     ("paper, BERT", 445.0, 1913.8, 1011.5),
 )
 NOT_YET = "*Not measured yet.*"
-GOSSIP = ("Gossip SGD", "Gossip SGD, delay=1", "Gossip-PGA", "Gossip-PGA, delay=1")
+GOSSIP = ("Gossip SGD", "Gossip-PGA")
+DELAYED = tuple(f"{name}, delay=1" for name in GOSSIP)
 NAMES = {reached.PARALLEL: "Parallel SGD (DDP)", "Parallel SGD": "Parallel SGD (Rumor)"}
 
 
 def iteration(results: Results) -> str:
-    """Table 17 in our form: ms of a step, and in brackets what is added to computing."""
-    rows: list[tables.Row] = []
+    """The paper's Table 17 and ours, without and with delay=1: ms of a step, and in brackets the time beyond computing."""
+    papers = []
     for name, alone, all_reduce, gossip in PAPER:
-        cells = [_beyond(all_reduce, alone), _beyond(gossip, alone), "-", "-", "-"]
-        rows.append(_iteration_row(name, (all_reduce - alone) / alone, alone, cells))
-    for timing in results["ratios"]:
-        ms = {name: 1e3 * spread["median"] for name, spread in timing["seconds"].items()}
-        alone = ms["computing alone"]
-        cells = [_beyond(ms[name], alone) for name in (reached.best_ddp(timing["seconds"]), *GOSSIP)]
-        rows.append(_iteration_row(f"{timing['hosts']} hosts, {shown(timing['rate'])}", ms["all-reduce alone"] / alone, alone, cells))
-    return tables.as_text(rows)
+        cells = [_beyond(all_reduce, alone), _beyond(gossip, alone), "-"]
+        papers.append(_iteration_row("ms a step", name, (all_reduce - alone) / alone, alone, cells))
+    found: list[list[tables.Row]] = []
+    for title, methods, rows in (("ms a step", GOSSIP, papers), ("ms a step, delay=1", DELAYED, [])):
+        for timing in results["ratios"]:
+            ms = {name: 1e3 * spread["median"] for name, spread in timing["seconds"].items()}
+            alone = ms["computing alone"]
+            cells = [_beyond(ms[name], alone) for name in (reached.best_ddp(timing["seconds"]), *methods)]
+            where = f"{timing['hosts']} hosts, {shown(timing['rate'])}"
+            rows.append(_iteration_row(title, where, ms["all-reduce alone"] / alone, alone, cells))
+        found.append(rows)
+    return "\n\n".join(tables.as_text(rows) for rows in found if rows)
 
 
-def _iteration_row(name: str, ratio: float, alone: float, cells: list[str]) -> tables.Row:
+def _iteration_row(title: str, name: str, ratio: float, alone: float, cells: list[str]) -> tables.Row:
     head = ("DDP", *GOSSIP)
-    return {"ms a step": name, "all-reduce / computing": f"{ratio:.1f}", "computing": f"{alone:.0f}", **dict(zip(head, cells, strict=True))}
+    return {title: name, "all-reduce / computing": f"{ratio:.1f}", "computing": f"{alone:.0f}", **dict(zip(head, cells, strict=True))}
 
 
 def _beyond(ms: float, alone: float) -> str:
@@ -51,30 +56,31 @@ def _beyond(ms: float, alone: float) -> str:
 
 
 def to_target(results: Results, hosts: int) -> str:
-    """A row for each method, for every ratio that was run: final accuracy, and when it reached the target."""
+    """A table for each ratio that was run, with a row for each method: final accuracy, and when it reached the target."""
     ratios = list(dict.fromkeys(run["ratio"] for run in results["runs"] if run["hosts"] == hosts))
     found = {ratio: {row["method"]: row for row in reached.summary(results["runs"], hosts, ratio)} for ratio in ratios}
-    rows: list[tables.Row] = []
-    for method in dict.fromkeys(method for by_method in found.values() for method in by_method):
-        own = {ratio: found[ratio][method] for ratio in ratios if method in found[ratio]}
-        most = max(own.values(), key=lambda row: row["seeds"])
-        cells: tables.Row = {
-            f"{hosts} hosts": NAMES.get(method, method),
-            "final accuracy": f"{100 * most['final']:.2f} ± {100 * most['error']:.2f} %",
-            "steps to target": _number(most["steps to target"]),
-        }
-        for ratio in ratios:
-            title = _title(results, hosts, ratio)
-            row = own.get(ratio)
-            cells[f"{title}: whole run, s (times as fast)"] = (
-                f"{row['seconds']:.1f} ({row['times as fast, whole run']:.2f})" if row else "-"
+    texts = []
+    for ratio in ratios:
+        rows: list[tables.Row] = []
+        for method in dict.fromkeys(method for by_method in found.values() for method in by_method):
+            most = max((by_method[method] for by_method in found.values() if method in by_method), key=lambda row: row["seeds"])
+            whole, to_target, times = "-", "-", "-"
+            if row := found[ratio].get(method):
+                whole = f"{row['seconds']:.1f} ({row['times as fast, whole run']:.2f})"
+                to_target = _seconds(row)
+                times = _times(row["times as fast, to target"]) + _ceiling(results, row, hosts, ratio)
+            rows.append(
+                {
+                    f"{hosts} hosts, {_title(results, hosts, ratio)}": NAMES.get(method, method),
+                    "final accuracy": f"{100 * most['final']:.2f} ± {100 * most['error']:.2f} %",
+                    "steps to target": _number(most["steps to target"]),
+                    "whole run, s (times as fast)": whole,
+                    "to target, s": to_target,
+                    "times as fast to target": times,
+                }
             )
-            cells[f"{title}: to target, s"] = _seconds(row) if row else "-"
-            cells[f"{title}: times as fast to target"] = (
-                _times(row["times as fast, to target"]) + _ceiling(results, row, hosts, ratio) if row else "-"
-            )
-        rows.append(cells)
-    return tables.as_text(rows)
+        texts.append(tables.as_text(rows))
+    return "\n\n".join(texts)
 
 
 def _timing(results: Results, hosts: int, ratio: float | None) -> dict[str, Any] | None:
@@ -82,7 +88,7 @@ def _timing(results: Results, hosts: int, ratio: float | None) -> dict[str, Any]
 
 
 def _title(results: Results, hosts: int, ratio: float | None) -> str:
-    """The links' rate, and the ratio as it was measured there beside the contestants."""
+    """The rate of the links, and the ratio measured there together with the methods."""
     timing = _timing(results, hosts, ratio)
     if timing is None:
         return f"ratio {ratio:g}" if ratio else "loopback"
@@ -91,7 +97,7 @@ def _title(results: Results, hosts: int, ratio: float | None) -> str:
 
 
 def _ceiling(results: Results, row: dict[str, Any], hosts: int, ratio: float | None) -> str:
-    """How many times as fast as DDP its steps could be at most."""
+    """The most times as fast as DDP that its steps could be."""
     timing = _timing(results, hosts, ratio)
     if timing is None or not row["times as fast, to target"]:
         return ""
@@ -103,7 +109,7 @@ def _ceiling(results: Results, row: dict[str, Any], hosts: int, ratio: float | N
 
 
 def _seconds(row: dict[str, Any]) -> str:
-    """The median over seeds, from the fastest to the slowest; how many never got there."""
+    """The median over seeds (fastest to slowest), and how many seeds did not reach the target."""
     times, missed = row["to target"], row["not reached"]
     note = f", not reached in {missed} of {row['seeds']}" if missed else ""
     if missed == row["seeds"]:
@@ -121,7 +127,7 @@ def _times(value: float) -> str:
 
 
 def bandwidth(results: Results) -> str:
-    """Seconds to the target over the links' rate, and how many times as fast as DDP."""
+    """Seconds to the target at each rate of the links, and how many times as fast as DDP that is."""
     points = reached.over_bandwidth(results["runs"], results["curve"])
     rates = list(dict.fromkeys(point["rate"] for point in points))
     parallel = {point["rate"]: point["seconds"] for point in reached.pick(points, method=reached.PARALLEL)}
@@ -143,7 +149,7 @@ def target_line(results: Results) -> str:
 
 
 def make(name: str, results: Results) -> str:
-    """The table of that name on the page."""
+    """Build the table with this name on the page."""
     if name.startswith("to-target-"):
         hosts = int(name.rsplit("-", 1)[1])
         return to_target(results, hosts) if reached.pick(results["runs"], hosts=hosts) else NOT_YET
@@ -154,7 +160,7 @@ def make(name: str, results: Results) -> str:
 
 
 def everything(results: Results) -> str:
-    """For the screen."""
+    """Build all tables, for the screen."""
     parts = [iteration(results)] if results["ratios"] else []
     parts += [target_line(results)]
     parts += [to_target(results, hosts) for hosts in dict.fromkeys(run["hosts"] for run in results["runs"])]

@@ -1,9 +1,9 @@
-"""A cluster on one machine: N hosts as network namespaces behind one switch, every link shaped in both directions.
+"""A cluster on one machine: N hosts as network namespaces behind one switch, with every link shaped in both directions.
 
-    sudo python benchmarks/bed.py --hosts 4 --rate 500mbit -- python script.py        # script.py on every host, as torchrun would start it
+    sudo python benchmarks/bed.py --hosts 4 --rate 500mbit -- python script.py        # runs script.py on every host, as torchrun would
 
-Real processes, real TCP; the cores are shared by all hosts. It is taken down again whatever happens. Needs root and iproute2 (`ip`, `tc`);
-without them, or with --rate loopback, the processes run on this host over its loopback device, unshaped, and it says so.
+The processes and TCP are real; all hosts share the cores. The bed is always taken down at the end. It needs root and iproute2 (`ip`, `tc`).
+Without them, or with --rate loopback, the processes run on this host over its loopback device, unshaped, and a message says so.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from types import TracebackType
 from typing import Any
 
 LOOPBACK = "loopback"
-BURST = "256kb"  # of a token bucket: small beside a message, large enough for 1 Gbit/s
+BURST = "256kb"  # size of a token bucket: small compared with a message, large enough for 1 Gbit/s
 QUEUE = "100ms"
 NETWORK = "10.99.0.0/24"
-CONGESTION = "cubic"  # Linux's default, whatever the machine below has been set to
+CONGESTION = "cubic"  # Linux's default, set explicitly because the machine may use another
 
 
 class Bed:
-    """N hosts. Use it as a context; `run` starts one process on each and waits for all."""
+    """N hosts. Use it in a `with` block; `run` starts one process on each host and waits for all of them."""
 
     def __init__(self, hosts: int, rate: str, congestion: str = CONGESTION):
         if hosts < 1:
@@ -46,12 +46,12 @@ class Bed:
 
     @property
     def label(self) -> str:
-        """For every table and picture."""
+        """The name of this bed in tables and pictures."""
         return f"{self.name}, {self.rate}" if self.shaped else self.name
 
     def __enter__(self) -> Bed:
         if self.why_not:
-            print(f"no shaped network here: {self.why_not}; running over loopback, unshaped", file=sys.stderr)
+            print(f"the links can't be shaped: {self.why_not}; running over loopback, unshaped", file=sys.stderr)
         if self.shaped:
             try:
                 self._build()
@@ -65,14 +65,14 @@ class Bed:
             self._take_down()
 
     def set_rate(self, rate: str) -> None:
-        """Shapes every link anew, where there are any."""
+        """Sets the rate of every link, if there are links."""
         if self.shaped:
             self.rate = rate
             for i in range(self.hosts):
                 self._shape(i)
 
     def run(self, command: Sequence[str], timeout: float, env: Mapping[str, str] | None = None) -> None:
-        """`command` on every host with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. If one fails or is late, all are ended."""
+        """Runs `command` on every host with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. If one fails or is late, all are killed."""
         shared = {**(env or {}), "WORLD_SIZE": str(self.hosts), "MASTER_PORT": str(free_port()), "MASTER_ADDR": self.address(0)}
         processes: list[subprocess.Popen[Any]] = []
         try:
@@ -87,21 +87,21 @@ class Bed:
                 process.wait()
 
     def start(self, i: int, command: Sequence[str], env: Mapping[str, str], **options: Any) -> subprocess.Popen[Any]:
-        """`command` on host i, in the background. `options` are subprocess.Popen's."""
+        """Starts `command` on host i in the background. `options` are those of subprocess.Popen."""
         inside = ["ip", "netns", "exec", self._host(i)] if self.shaped else []
         own = {"RUMOR_BED": self.label, "OMP_NUM_THREADS": "1"} | ({"GLOO_SOCKET_IFNAME": "eth0"} if self.shaped else {})
         return subprocess.Popen([*inside, *command], env={**os.environ, **own, **env}, **options)
 
     def address(self, i: int) -> str:
-        """Of host i."""
+        """The address of host i."""
         return _address(i) if self.shaped else "127.0.0.1"
 
     def cut(self, i: int, mend: bool = False) -> None:
-        """Takes host i off the switch, without a word to anybody; `mend` puts it back."""
+        """Disconnects host i from the switch silently; with `mend` it connects the host again."""
         _ip("-n", self._switch, "link", "set", f"port{i}", "up" if mend else "down")
 
     def kill(self, i: int) -> None:
-        """All processes of host i, as if its power had gone."""
+        """Kills all processes of host i, as a power failure would."""
         pids = subprocess.run(["ip", "netns", "pids", self._host(i)], capture_output=True, text=True, check=False).stdout.split()
         for pid in pids:
             with suppress(ProcessLookupError):
@@ -135,7 +135,7 @@ class Bed:
             _call("tc", "-n", place, "qdisc", "replace", "dev", device, "root", *bucket)
 
     def _take_down(self) -> None:
-        """All that is there, whatever failed before."""
+        """Removes all namespaces, even if an earlier step has failed."""
         for name in (*(self._host(i) for i in range(self.hosts)), self._switch):
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
 
@@ -152,10 +152,10 @@ def _wait_for_all(processes: Sequence[subprocess.Popen[Any]], timeout: float) ->
     while any(process.poll() is None for process in processes):
         failed = [i for i, process in enumerate(processes) if process.poll() not in (None, 0)]
         if failed:
-            time.sleep(1.0)  # what the others have to say of it
+            time.sleep(1.0)  # so that the other hosts can print their errors
             raise RuntimeError(f"host {failed[0]} failed with exit code {processes[failed[0]].returncode}")
         if time.monotonic() > deadline:
-            raise TimeoutError(f"not all hosts were done within {timeout:g} s")
+            raise TimeoutError(f"not all hosts finished within {timeout:g} s")
         time.sleep(0.05)
     failed = [i for i, process in enumerate(processes) if process.returncode]
     if failed:
@@ -183,7 +183,7 @@ def _call(*command: str) -> None:
 
 
 def take_down_when_told_to_end() -> None:
-    """A bed is taken down also when this process is killed, or loses its terminal (unless that is ignored, as nohup has it)."""
+    """Takes the bed down on SIGTERM, and on SIGHUP unless that is ignored, as with nohup."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda number, _: sys.exit(128 + number))
@@ -191,11 +191,11 @@ def take_down_when_told_to_end() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", default="500mbit", help="as tc writes it (200mbit, 1gbit), or loopback")
-    parser.add_argument("--congestion", default=CONGESTION, help="TCP's congestion control: cubic (Linux's default), bbr, reno")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds until all are ended")
-    parser.add_argument("command", nargs="+", help="after --: what to run on every host")
+    parser.add_argument("--hosts", type=int, default=4, help="number of hosts")
+    parser.add_argument("--rate", default="500mbit", help="rate of every link in tc's notation (200mbit, 1gbit), or loopback")
+    parser.add_argument("--congestion", default=CONGESTION, help="TCP congestion control: cubic (Linux's default), bbr, reno")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds after which all processes are killed")
+    parser.add_argument("command", nargs="+", help="after --: the command to run on every host")
     options = parser.parse_args()
     take_down_when_told_to_end()
     try:

@@ -1,4 +1,4 @@
-"""Ways to train one model on all hosts, behind one interface: computing alone, DDP, and Rumor's methods. peers.py has other libraries'."""
+"""Ways to train one model on all hosts, behind one interface: computing alone, DDP and Rumor's methods. peers.py has other libraries."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rumor
-from rumor.algorithm import Algorithm
+from rumor.methods.gossip_pga import Algorithm
 
-Build = Callable[[], nn.Module]  # the same model on every host
+Build = Callable[[], nn.Module]  # builds the same model on every host
 
 
 def take_turns(steps: Mapping[str, Callable[[], object]], calls: int, repeats: int, lead_in: int = 0) -> dict[str, dict[str, float]]:
-    """Seconds of a step: each has turns of `calls` steps in a row; all hosts start together, and the slowest counts.
+    """Times a step of each contestant, in turns of `calls` steps. All hosts start together, and the slowest host counts.
 
-    `lead_in` steps come before the clock starts, and the clock stops before hosts meet again: a message that is under way when a step
-    returns (delay=1, lazy) was under way at the start as well, so it counts once. A first turn of lead-in alone warms up.
+    Each turn begins with `lead_in` steps that are not timed. The clock stops before the hosts synchronize. With delay=1 or lazy a message
+    is in flight when a step returns; one was also in flight at the start, so it counts once. The first turn only warms up.
     """
     times: dict[str, list[float]] = {name: [] for name in steps}
     for turn in range(1 + repeats):
@@ -41,7 +41,7 @@ def take_turns(steps: Mapping[str, Callable[[], object]], calls: int, repeats: i
 
 
 class Contestant:
-    """A model, its optimizer, and a training step. This one computes alone, and is what the others are built on."""
+    """A model, its optimizer, and a training step. This base class computes without communication."""
 
     description = "no communication"
 
@@ -65,7 +65,7 @@ class Contestant:
 
     @torch.no_grad()
     def mean_model(self) -> nn.Module:
-        """The mean of all hosts' models. A collective."""
+        """Returns the mean of all hosts' models. All hosts must call it."""
         mean = copy.deepcopy(self.model)
         for tensor in (*mean.parameters(), *(b for b in mean.buffers() if b.is_floating_point())):
             dist.all_reduce(tensor)
@@ -73,15 +73,15 @@ class Contestant:
         return mean
 
     def finish(self) -> None:
-        """What a user calls when training ends."""
+        """Ends the training, as a user would."""
 
     def close(self) -> None:
-        """Ends what it has started."""
+        """Stops the threads and servers that it has started."""
 
 
 @torch.no_grad()
 def consensus(contestant: Contestant) -> float:
-    """The largest distance of a host's model from the mean of all, relative to the mean's length. A collective."""
+    """The largest distance of a host's model from the mean, relative to the norm of the mean. All hosts must call it."""
     mean = nn.utils.parameters_to_vector(contestant.mean_model().parameters())
     distance = (nn.utils.parameters_to_vector(contestant.model.parameters()) - mean).norm() / mean.norm()
     dist.all_reduce(distance, op=dist.ReduceOp.MAX)
@@ -89,6 +89,8 @@ def consensus(contestant: Contestant) -> float:
 
 
 class InDDP(Contestant):
+    """Training with DistributedDataParallel."""
+
     description = "gradients averaged in float32"
 
     def __init__(self, build: Build, bucket_cap_mb: float = 4, **options: float):
@@ -101,6 +103,8 @@ class InDDP(Contestant):
 
 
 class WithRumor(Contestant):
+    """Training with a rumor.Averager."""
+
     def __init__(self, build: Build, algorithm: Algorithm, lazy: bool = False, **options: float):
         super().__init__(build, **options)
         self.averager = rumor.Averager(self.model, algorithm, lazy=lazy)
@@ -116,7 +120,7 @@ class WithRumor(Contestant):
 
 
 def methods(n: int, H: int, warmup: int) -> dict[str, Algorithm]:
-    """Every method of the paper, by the name that tables call it, on the one-peer exponential graph."""
+    """All methods of the paper on the one-peer exponential graph, by their names in the tables."""
     peers = rumor.one_peer_exponential(n)
     return {
         "Parallel SGD": rumor.parallel_sgd(n),
@@ -133,7 +137,7 @@ def methods(n: int, H: int, warmup: int) -> dict[str, Algorithm]:
 
 
 def ours(n: int, H: int, warmup: int, bucket_caps_mb: Iterable[float] = (1, 4, 25)) -> dict[str, Callable[..., Contestant]]:
-    """How to build each contestant of this file: `ours(...)[name](build, lr=..., momentum=...)`."""
+    """Functions that build the contestants of this file: `ours(...)[name](build, lr=..., momentum=...)`."""
     found: dict[str, Callable[..., Contestant]] = {"computing alone": Contestant}
     for cap in bucket_caps_mb:
         found[f"DDP, bucket_cap_mb={cap:g}"] = lambda build, cap=cap, **options: InDDP(build, cap, **options)

@@ -1,8 +1,8 @@
-"""What figure 1 of the logistic-regression study costs (3 sizes x 3 methods x 50 trials x 10,000 steps), measured in one run beside
+"""The cost of figure 1 of the logistic-regression study (3 sizes x 3 methods x 50 trials x 10,000 steps), compared in one run with
 
-- the bytes that must move: a step of one method reads X and writes X, and all methods share the rows that were drawn;
+- the bytes that must move: a step of one method reads X and writes X, and all methods share the sampled rows;
 - the same steps as a bare vectorised torch loop without the engine (the ring as two rolls, float64);
-- the same steps as plain Python loops over trials and nodes, on numpy vectors: a fraction of them, scaled up.
+- the same steps as plain Python loops over trials and nodes, on numpy vectors: a fraction of the steps, scaled up.
 
     make bench            writes benchmarks/results/convex.json
     PYTHONPATH=src python benchmarks/convex.py --device cuda        # all five figures on a GPU
@@ -35,7 +35,7 @@ TRIALS, METHODS = 50, 3
 
 
 def study(names: list[str], device: str) -> float:
-    """Seconds for whole figures, as the script makes them: data, minimizers, all runs and the objective; not the pictures."""
+    """Times whole figures, as the script makes them: data, minimizers, all runs and the objective, without pictures."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--figure", *names, "--out", folder, "--device", device, "--no-pictures"]
         began = time.perf_counter()
@@ -53,7 +53,7 @@ def samples(problem: Problem, steps: int) -> torch.Tensor:
 
 
 class Bare:
-    """Parallel, Gossip and Gossip-PGA on a ring, with nothing of Rumor: what one would write for just these three."""
+    """Parallel SGD, Gossip SGD and Gossip-PGA on a ring without Rumor, as one would write them for these three only."""
 
     def __init__(self, problem: Problem):
         self.rows, self.n, self.k = problem.all_rows, problem.n, 0
@@ -73,7 +73,7 @@ class Bare:
 
 
 def per_step(n: int, steps: int = 400) -> dict[str, Any]:
-    """One thread, as the study runs: the engine's walk, the bare loop and a copy of X, taking turns, in microseconds a step."""
+    """Times the engine, the bare loop and a copy of X in turns, on one thread as in the study, in microseconds per step."""
     problem = synthetic(n, iid=False)
     walk, bare, drawn = Walk(problem, algorithms(n), TRIALS), Bare(problem), samples(problem, steps)
     lr = torch.full((steps,), LR, dtype=torch.float64)
@@ -101,7 +101,7 @@ def per_step(n: int, steps: int = 400) -> dict[str, Any]:
 
 
 def plain_loops(n: int, trials: int = 2, steps: int = 100) -> float:
-    """Seconds that all trials and steps of one size would take as loops over trials and nodes."""
+    """Estimates the seconds of all trials and steps of one size as plain loops over trials and nodes."""
     problem = synthetic(n, iid=False)
     rows, drawn = problem.rows.numpy(), samples(problem, steps).numpy()
     neighbours = [[(n + i - 1) % n, i, (i + 1) % n] for i in range(n)]

@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 
-from images.idx import find, read_idx  # noqa: F401 (what accuracy.py calls as its own)
+from images.idx import find, read_idx  # noqa: F401 (used by accuracy.py)
 
 WIDTHS = (784, 320, 160, 10)
-BATCH = 1024  # of all hosts together, so that a step is the same amount of work on 4 hosts and on 8
+BATCH = 1024  # total batch of all hosts, so that a step is the same work on 4 hosts and on 8
 EPOCHS, IMAGES = 6, 60_000
 STEPS = EPOCHS * IMAGES // BATCH
-LR, WARM_UP = 0.2, 0.15  # the highest rate, reached after this share of the steps
+LR, WARM_UP = 0.2, 0.15  # the highest learning rate, and the share of steps until it is reached
 H = 6
 AGA_WARM_UP = 0.04  # share of the steps
-MEAN, DEVIATION = 0.286, 0.353  # of the training images' pixels, from 0 to 1
+MEAN, DEVIATION = 0.286, 0.353  # of the pixels of the training images, scaled to 0..1
 
 
 def load(folder: Path, part: str, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Images [m, 784], normalised, and labels [m]: all of "train" or "t10k", or those `rows`."""
+    """Loads normalised images [m, 784] and labels [m]: all of "train" or "t10k", or only `rows`."""
     images = torch.tensor(read_idx(folder / f"{part}-images-idx3-ubyte")).flatten(1)
     labels = torch.tensor(read_idx(folder / f"{part}-labels-idx1-ubyte"))
     if rows is not None:
@@ -35,13 +35,13 @@ def load(folder: Path, part: str, rows: Tensor | None = None) -> tuple[Tensor, T
 
 
 def shard(folder: Path, rank: int, n: int, seed: int) -> tuple[Tensor, Tensor]:
-    """The training images of one host: every n-th of a permutation that all hosts draw alike."""
+    """Loads the training images of one host: every n-th image of a permutation that is the same on all hosts."""
     count = len(read_idx(folder / "train-labels-idx1-ubyte"))
     return load(folder, "train", torch.randperm(count, generator=torch.Generator().manual_seed(seed))[rank::n])
 
 
 def batches(data: tuple[Tensor, Tensor], size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Without end: the images in a new order for every pass."""
+    """Yields batches forever, with a new order of the images for every pass."""
     images, labels = data
     random = torch.Generator().manual_seed(seed)
     order = torch.empty(0, dtype=torch.long)
@@ -53,7 +53,7 @@ def batches(data: tuple[Tensor, Tensor], size: int, seed: int) -> Iterator[tuple
 
 
 def network(seed: int) -> nn.Module:
-    """The same on every host."""
+    """Builds the network, the same on every host."""
     torch.manual_seed(seed)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(WIDTHS):
@@ -66,7 +66,7 @@ def bytes_of_model() -> int:
 
 
 def lr_at(k: int, steps: int) -> float:
-    """Up in a line, down along a cosine to zero."""
+    """The learning rate: linear warm-up, then cosine decay to zero."""
     warm_up = WARM_UP * steps
     if k < warm_up:
         return LR * (k + 1) / (warm_up + 1)
@@ -74,6 +74,6 @@ def lr_at(k: int, steps: int) -> float:
 
 
 def marks(steps: int) -> list[int]:
-    """The steps after which the mean model is looked at: every 20 % of the run, and every 3 % of its last 30 %."""
+    """The steps after which the mean model is evaluated: every 20 % of the run, and every 3 % of its last 30 %."""
     shares = [20, 40, 60, *range(70, 101, 3)]
     return sorted({max(1, round(steps * share / 100)) for share in shares})

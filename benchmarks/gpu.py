@@ -1,8 +1,8 @@
-"""Mixing on a GPU against the bandwidth of a plain copy, and what a step costs the host.
+"""Compares mixing on a GPU with the bandwidth of a plain copy, and measures the host's time in a step.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.json
 
-One GPU is enough: NCCL's path runs with a neighbour that echoes, gloo's with processes that share the GPU.
+One GPU is enough: the NCCL path runs with a neighbour that echoes messages, and the gloo path with processes that share the GPU.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 import rumor
-import rumor.averager
+import rumor.engines.processes.process_group as engine_of_processes
 from measure import machine, save
 from models import bert_large, resnet50
-from rumor.engine import Pull
-from rumor.flat import Flat
-from rumor.process_group import ProcessGroup
+from rumor.engines import Buffer, Lerp
+from rumor.engines.processes.transport import Transport
+from rumor.model.buckets import FlatBuckets
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"ResNet-50, 25.6 M in 161 tensors": resnet50, "BERT-large, 333 M in 289 tensors": bert_large}
 DTYPES = (torch.float32, torch.bfloat16)
 
 
 def seconds(run: Callable[[], object], repeats: int = 20) -> float:
-    """Of the device, the median. As in training, it has something else to do until the host has launched it all."""
+    """The median device time. As in training, the device is busy with other work until the host has launched everything."""
     times = []
     for _ in range(repeats + 3):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -51,24 +51,24 @@ def seconds(run: Callable[[], object], repeats: int = 20) -> float:
     return statistics.median(times[3:])
 
 
-def room(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.randn(shape, device=device).to(dtype)
+def allocate(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Buffer:
+    return Buffer(torch.randn(shape, device=device).to(dtype))
 
 
 def mixing(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
-    """Packing, and both ways of mixing, over all buckets of a model; each beside a copy of as many bytes."""
+    """Times packing and both ways of mixing over all buckets of a model, and compares each with a copy of as many bytes."""
     tensors = [p.detach().to("cuda", dtype) for p in model.parameters()]
-    x = Flat(tensors, room)
-    sent = [x.read(b) for b in range(len(x))]
+    x = FlatBuckets(tensors, allocate)
+    sent = [x.read(b).tensor for b in range(len(x))]
     received = [torch.randn_like(s) for s in sent]
-    finite = torch.ones(1, dtype=torch.bool, device="cuda")  # as the head of a message tells
+    finite = torch.ones(1, dtype=torch.bool, device="cuda")  # the finite flag of a message
     d = sum(t.numel() for t in tensors)
     flat, other = (torch.empty(d, dtype=dtype, device="cuda") for _ in range(2))
     copy = 2 * d * dtype.itemsize / seconds(lambda: other.copy_(flat))
-    ways: dict[str, tuple[int, Callable[[int], object]]] = {  # and how often each number is read or written
+    ways: dict[str, tuple[int, Callable[[int], object]]] = {  # the number of reads and writes of each element, and the action
         "pack": (2, x.read),
-        "mix, delay=0": (3, lambda b: x.pull(b, Pull(received[b], 0.5, finite))),
-        "mix, delay=1": (4, lambda b: x.pull(b, Pull(received[b], 0.5, finite), sent[b])),
+        "mix, delay=0": (3, lambda b: x.lerp(b, Lerp(received[b], 0.5, finite))),
+        "mix, delay=1": (4, lambda b: x.lerp(b, Lerp(received[b], 0.5, finite), sent[b])),
     }
     found: dict[str, Any] = {"parameters": d, "tensors": len(tensors), "buckets": len(x), "copy_bytes_per_second": copy}
     for name, (times, way) in ways.items():
@@ -77,24 +77,27 @@ def mixing(model: nn.Module, dtype: torch.dtype) -> dict[str, Any]:
     return found
 
 
-class Echo(ProcessGroup):
-    """NCCL's path with a neighbour that sends back what it hears: all work stays on the device."""
+class Echo(Transport):
+    """NCCL's path with three neighbours that send back what they receive: all work stays on the device."""
 
-    def __init__(self, *groups: Any):
-        super().__init__(*groups)
-        self.n = 4
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.n = 1 if "called" in options else 4  # the ranks inside a node are as they are
 
-    def agree(self, setup: object, problem: object = None, inside: object = ()) -> None:
-        pass
+    def gather_objects(self, value: Any, doing: str) -> list[Any]:
+        return [value] * self.n
 
-    def _post(self, channel: Any, links: Any, inbox: list[Any], works: list[Any]) -> None:
-        inbox.extend(channel.inbox(len(links.receive)))
-        for message in inbox:
-            message.whole.copy_(channel.out.whole)
+    def global_rank(self, member: int) -> int:
+        return 0
+
+    def exchange(self, out: Tensor, receivers: Any, inbox: Any, tag: int) -> list[Any]:
+        for message, _ in inbox:
+            message.copy_(out)
+        return []
 
 
 def host_time(model: nn.Module, algorithm: Any) -> dict[str, float]:
-    """Of averager.step(): what the host spends, and what the device does, when nobody has to wait."""
+    """Times averager.step() on the host and on the device, when nothing has to wait."""
     averager = rumor.Averager(model.cuda(), algorithm)
     for _ in range(3):
         averager.step()
@@ -113,19 +116,19 @@ def over_nccl() -> dict[str, Any]:
         free.bind(("127.0.0.1", 0))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
     dist.init_process_group("nccl", rank=0, world_size=1)
-    real, rumor.averager.ProcessGroup = rumor.averager.ProcessGroup, Echo  # type: ignore[misc]
+    real, engine_of_processes.Transport = engine_of_processes.Transport, Echo  # type: ignore[misc]
     peers = rumor.one_peer_exponential(4)
     found = {
         name: {f"delay={delay}": host_time(build(), rumor.gossip_sgd(peers, delay=delay)) for delay in (0, 1)}
         for name, build in MODELS.items()
     }
-    rumor.averager.ProcessGroup = real  # type: ignore[misc]
+    engine_of_processes.Transport = real  # type: ignore[misc]
     dist.destroy_process_group()
     return found
 
 
 def one_of_several(out: Path) -> None:
-    """A rank of a gloo group whose processes share the GPU: training steps of ResNet-50 on small images, and what step() takes of them."""
+    """Runs one rank of a gloo group whose processes share the GPU. Times training steps of ResNet-50, and step() in them."""
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     n = dist.get_world_size()
     x, y = torch.randn(32, 3, 64, 64, device="cuda"), torch.randint(10, (32,), device="cuda")

@@ -1,4 +1,4 @@
-"""What every benchmark does: time its contestants in turn, say on what machine, and save the results."""
+"""The shared parts of all benchmarks: timing in turns, a description of the machine, and saving results."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from rumor.files import replacing
+from rumor.checkpoint.files import replacing
 
 
 def interleaved(contestants: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, taking turns, so that a slow moment of the machine hits all alike."""
+    """Returns the median seconds of each. They run in turns, so that a slow moment of the machine affects all of them."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     for repeat in range(repeats + 2):  # the first two warm up
         for name, run in contestants.items():
@@ -34,7 +34,7 @@ def machine() -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Its name, where Linux tells."""
+    """The name of the processor, from Linux if possible."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

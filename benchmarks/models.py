@@ -13,6 +13,6 @@ from images.resnet50 import resnet50  # noqa: F401
 
 
 def bert_large() -> nn.Module:
-    """Its embeddings and its encoder: 333 M parameters."""
+    """The embeddings and the encoder of BERT-large: 333 M parameters."""
     layer = nn.TransformerEncoderLayer(1024, 16, 4096, batch_first=True, norm_first=True)
     return nn.Sequential(nn.Embedding(30522, 1024), nn.TransformerEncoder(layer, 24, enable_nested_tensor=False))

@@ -1,14 +1,14 @@
-"""Rumor on a network that is really slow (bed.py), beside what users would pick instead and beside what the links allow.
+"""Compares Rumor on a slow network (bed.py) with its alternatives and with the limits of the links.
 
-    sudo python benchmarks/network.py exchange       # one gossip step and one average of all, against bytes / rate
+    sudo python benchmarks/network.py exchange       # one gossip step and one global average, compared with bytes / rate
     sudo python benchmarks/network.py step           # a training step: DDP at its best, Gossip, Gossip-PGA, without and with overlap
     sudo python benchmarks/network.py growth         # the same for 2, 4, 8 and 16 hosts
-    sudo python benchmarks/network.py trace          # what a host and its link do during a few steps
+    sudo python benchmarks/network.py trace          # the work of a host and its link during a few steps
     sudo python benchmarks/network.py peers          # a training step of other libraries and of Rumor
 
-         python benchmarks/network.py loopback       # the same step where the network is no obstacle, for a small and a large model
+         python benchmarks/network.py loopback       # the same step over loopback, for a small and a large model
 
-Each writes benchmarks/results/network-*.json. All contestants of a table run in the same job on the same bed and take turns.
+Each command writes benchmarks/results/network-*.json. All contestants of a table run in the same job on the same bed, in turns.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def on_all_hosts(bed: Bed, timeout: float, *arguments: str) -> dict[str, Any]:
 
 
 def rates_of(bed: Bed, rates: list[str]) -> Iterator[str]:
-    """Those rates, each when the links have it. Where nothing can be shaped there is one: that of loopback, and it is called so."""
+    """Sets and yields one rate after the other. If the links can't be shaped, it yields "loopback" only."""
     if LOOPBACK in rates and len(rates) > 1:
-        raise ValueError(f"{LOOPBACK} beside rates: hosts with shaped links can't have it; run it by itself")
+        raise ValueError(f"--rates has {LOOPBACK} and others, but hosts with shaped links can't use loopback: run it by itself")
     for rate in rates if bed.shaped else [LOOPBACK]:
         bed.set_rate(rate)
         yield rate
@@ -62,8 +62,8 @@ def exchange(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
                         row["limit"] = (copies.get(what) or copies_sent(what, hosts, 1)) * int(size) / bytes_per_second(rate)
                         row["ratio"] = spread["median"] / row["limit"]
                     rows.append(row)
-                    beside = f"limit {row['limit']:7.3f}  x{row['ratio']:.2f}" if "limit" in row else ""
-                    print(f"{rate:>8} {int(size) / 1e6:5.0f} MB {what:22} {spread['median']:7.3f} s  {beside}", flush=True)
+                    limit = f"limit {row['limit']:7.3f}  x{row['ratio']:.2f}" if "limit" in row else ""
+                    print(f"{rate:>8} {int(size) / 1e6:5.0f} MB {what:22} {spread['median']:7.3f} s  {limit}", flush=True)
     return {"machine": found["machine"], "bed": bed.name, "rows": rows}
 
 
@@ -77,7 +77,7 @@ def step(hosts: int, rates: list[str], repeats: int, congestion: str) -> dict[st
 
 
 def _steps(rate: str, hosts: int, seconds: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each contestant beside max(computing, bytes / rate), and DDP at its best bucket size."""
+    """Compares each contestant with max(computing, bytes / rate), and with DDP at its best bucket size."""
     compute, is_link = seconds["computing alone"]["median"], bytes_per_second(rate) < math.inf
     ddp = min(spread["median"] for name, spread in seconds.items() if name.startswith("DDP, bucket"))
     rows = []
@@ -86,18 +86,18 @@ def _steps(rate: str, hosts: int, seconds: dict[str, Any]) -> list[dict[str, Any
         if is_link:
             row["limit"] = shortest_step(name, hosts, H, 4 * PARAMETERS, rate, compute)
             row["ratio"] = spread["median"] / row["limit"]
-            row["ceiling"] = ddp / row["limit"]  # of what it could be times as fast as DDP
+            row["ceiling"] = ddp / row["limit"]  # the largest possible speed-up over DDP
         rows.append(row)
-        beside = f"limit {1e3 * row['limit']:4.0f}  x{row['ratio']:.2f}" if is_link else ""
+        limit = f"limit {1e3 * row['limit']:4.0f}  x{row['ratio']:.2f}" if is_link else ""
         print(
-            f"{hosts:3} hosts {rate:>8} {name:26} {1e3 * spread['median']:5.0f} ms  {beside}  {row['times_as_fast_as_ddp']:.2f} x DDP",
+            f"{hosts:3} hosts {rate:>8} {name:26} {1e3 * spread['median']:5.0f} ms  {limit}  {row['times_as_fast_as_ddp']:.2f} x DDP",
             flush=True,
         )
     return rows
 
 
 def growth(rate: str, repeats: int) -> dict[str, Any]:
-    """On links of one rate, and over loopback, which tells what of a step is the cores' own work."""
+    """Times a step on links of one rate and over loopback. Loopback shows how much of a step is the work of the cores."""
     rows = []
     for hosts in (2, 4, 8, 16):
         for links in (rate, LOOPBACK):
@@ -108,7 +108,7 @@ def growth(rate: str, repeats: int) -> dict[str, Any]:
 
 
 def loopback(hosts: int, repeats: int) -> dict[str, Any]:
-    """On a network that costs nothing but the cores' time."""
+    """Times a step over loopback, where the network costs only the cores' time."""
     rows = []
     with Bed(hosts, LOOPBACK) as bed:
         for model in ("mlp", "resnet50"):
@@ -124,7 +124,7 @@ def trace(hosts: int, rate: str) -> dict[str, Any]:
 
 
 def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
-    """A bed for each rate: a shaped one can't be made loopback."""
+    """Times a step of other libraries and of Rumor. Each rate has its own bed, because a shaped bed can't use loopback."""
     rows = []
     for rate in rates:
         with Bed(hosts, rate) as bed:
@@ -135,17 +135,17 @@ def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("exchange", "step", "growth", "loopback", "peers", "trace"))
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rates", nargs="+", help="as tc writes them, or loopback")
-    parser.add_argument("--congestion", default=CONGESTION, help="of step: TCP's congestion control")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("what", choices=("exchange", "step", "growth", "loopback", "peers", "trace"), help="what to measure")
+    parser.add_argument("--hosts", type=int, default=4, help="number of hosts")
+    parser.add_argument("--rates", nargs="+", help="rates of the links in tc's notation, or loopback")
+    parser.add_argument("--congestion", default=CONGESTION, help="TCP congestion control, for step")
+    parser.add_argument("--repeats", type=int, default=5, help="number of turns")
+    parser.add_argument("--out", type=Path, help="file for the results")
     options = parser.parse_args()
     if options.hosts < 2 or options.repeats < 1:
-        parser.error(f"--hosts {options.hosts} --repeats {options.repeats}: at least 2 hosts and 1 repeat needed")
+        parser.error(f"this needs at least 2 hosts and 1 repeat, got --hosts {options.hosts} --repeats {options.repeats}")
     for rate in options.rates or ():
-        bytes_per_second(rate)  # before anything is measured
+        bytes_per_second(rate)  # raises on a wrong rate, before anything is measured
     take_down_when_told_to_end()
     if options.what == "exchange":
         results = exchange(options.hosts, options.rates or list(RATES), options.repeats)
@@ -166,5 +166,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (OSError, ValueError, RuntimeError, TimeoutError) as error:  # what a user can mend
+    except (OSError, ValueError, RuntimeError, TimeoutError) as error:  # errors that the user can fix
         sys.exit(f"network: {error}")

@@ -1,4 +1,4 @@
-"""What every host of the test bed runs: see network.py, which starts it. Rank 0 writes what was measured."""
+"""The program that network.py starts on every host of the test bed. Rank 0 writes the results."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from model_to_plan import build
 from models import resnet50
 
 Step = Callable[[], object]
-Build = Callable[[], tuple[nn.Module, Callable[..., None]]]  # a model, and a training step of it, or of it in DDP
-BUCKETS_MB = (1, 4, 25)  # DDP's bucket_cap_mb: it is always given the one that suits it best
+Build = Callable[[], tuple[nn.Module, Callable[..., None]]]  # returns a model and its training step, which also takes the model in DDP
+BUCKETS_MB = (1, 4, 25)  # values of DDP's bucket_cap_mb; the fastest one counts
 H = 6
 TURN = 2 * H  # steps
-BESIDE_PEERS = ("computing alone", "DDP", "Local SGD", "Gossip SGD", "OSGP", "SlowMo", "Gossip-PGA")  # without AGA, whose period is not H
+WITH_PEERS = ("computing alone", "DDP", "Local SGD", "Gossip SGD", "OSGP", "SlowMo", "Gossip-PGA")  # no Gossip-AGA: its period is not H
 
 
 def exchange(sizes: list[int], repeats: int) -> dict[str, Any]:
-    """One gossip step of a model that is one tensor, and one average of all, for each size in bytes."""
+    """Times one gossip step and one global average of a model with a single tensor, for each size in bytes."""
     n = dist.get_world_size()
     found = {}
     for size in sizes:
@@ -59,7 +59,7 @@ def _flat_model(size: int) -> nn.Module:
 
 
 def build_resnet() -> tuple[nn.Module, Callable[..., None]]:
-    """ResNet-50 and a training step on a few small images: many tensors, and little computing for their size."""
+    """Builds ResNet-50 and a training step on a few small images: many tensors, and little computing for their size."""
     model = resnet50(10)
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     x, y = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
@@ -76,21 +76,21 @@ BUILDS = {"mlp": build, "resnet50": build_resnet}
 
 
 def with_ddp(build: Build, **options: Any) -> Step:
-    """A training step in DDP."""
+    """Builds a training step with DDP."""
     model, train = build()
     ddp = DistributedDataParallel(model, **options)
     return lambda: train(ddp)
 
 
 def with_averager(build: Build, algorithm: rumor.GossipPGA, lazy: bool = False) -> Step:
-    """The same with an Averager."""
+    """Builds a training step with an Averager."""
     model, train = build()
     averager = rumor.Averager(model, algorithm, lazy=lazy)
     return lambda: (train(), averager.step())
 
 
 def crude(build: Build, n: int, chunks: int = 8) -> Step:
-    """Gossip-PGA as one would write it in an evening: all is packed, all is exchanged, all is mixed, and all is unpacked."""
+    """Builds a training step with a simple Gossip-PGA: pack everything, exchange everything, mix everything, unpack everything."""
     model, train = build()
     x = nn.utils.parameters_to_vector(model.parameters()).detach()
     received, k = torch.empty_like(x), 0
@@ -118,7 +118,7 @@ def crude(build: Build, n: int, chunks: int = 8) -> Step:
 
 
 def step(repeats: int, build: Build, without: list[str]) -> dict[str, Any]:
-    """A whole training step."""
+    """Times a whole training step of each contestant."""
     n = dist.get_world_size()
     graph = rumor.one_peer_exponential(n)
     contestants: dict[str, Step] = {"computing alone": build()[1]}
@@ -133,10 +133,10 @@ def step(repeats: int, build: Build, without: list[str]) -> dict[str, Any]:
     return take_turns(chosen, TURN, repeats, H)
 
 
-def beside_peers(repeats: int) -> dict[str, Any]:
-    """The same step of other libraries and of ours: one model, one optimizer, the same data. A turn ends with everyone's global round."""
+def with_peers(repeats: int) -> dict[str, Any]:
+    """Times the same step in other libraries and in Rumor: same model, optimizer and data. A turn ends with the global round of all."""
     n = dist.get_world_size()
-    makers = {name: make for name, make in ours(n, H, H, BUCKETS_MB).items() if name.startswith(BESIDE_PEERS)}
+    makers = {name: make for name, make in ours(n, H, H, BUCKETS_MB).items() if name.startswith(WITH_PEERS)}
     contestants = {name: make(_same_model) for name, make in {**makers, **peers(n, H)}.items()}
     torch.manual_seed(1 + dist.get_rank())
     x, y = torch.randn(256, 784), torch.randint(10, (256,))
@@ -157,12 +157,12 @@ def _same_model() -> nn.Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("exchange", "step", "peers", "trace"))
-    parser.add_argument("--sizes", type=int, nargs="+", default=[8_000_000, 100_000_000])
-    parser.add_argument("--model", choices=BUILDS, default="mlp")
-    parser.add_argument("--without", nargs="*", default=[], help="contestants of step that have one of these words in their name")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("what", choices=("exchange", "step", "peers", "trace"), help="what to measure")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[8_000_000, 100_000_000], help="sizes in bytes, for exchange")
+    parser.add_argument("--model", choices=BUILDS, default="mlp", help="model, for step")
+    parser.add_argument("--without", nargs="*", default=[], help="leave out contestants with one of these words in their name, for step")
+    parser.add_argument("--repeats", type=int, default=5, help="number of turns")
+    parser.add_argument("--out", type=Path, required=True, help="file for the results")
     options = parser.parse_args()
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
     if options.what == "exchange":
@@ -170,7 +170,7 @@ def main() -> None:
     elif options.what == "step":
         found = step(options.repeats, BUILDS[options.model], options.without)
     else:
-        found = beside_peers(options.repeats) if options.what == "peers" else trace(_same_model)
+        found = with_peers(options.repeats) if options.what == "peers" else trace(_same_model)
     if dist.get_rank() == 0:
         save(options.out, {"machine": machine(), "bed": os.environ.get("RUMOR_BED", ""), "n": dist.get_world_size(), "seconds": found})
     dist.barrier()

@@ -1,6 +1,8 @@
-"""Writes tables of docs/performance.md and reliability.md from benchmarks/results, so that no figure there is typed in, and draws pictures:
+"""Write the tables of docs/performance.md and docs/reliability.md from benchmarks/results, and draw the pictures.
 
-python benchmarks/page.py            # rewrite what stands between <!-- table X --> and <!-- end -->
+    python benchmarks/page.py            # rewrites the text between <!-- table X --> and <!-- end -->
+
+No number of these tables is typed by hand.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ MIXING = ("pack", "mix, delay=0", "mix, delay=1")
 NAMES = {"one_peer_exponential": "gossip, one peer", "ring": "gossip, ring", "exponential": "gossip, exponential", "mean": "average of all"}
 
 
-def exchange(results: dict[str, Any]) -> list[list[str]]:
+def exchange(results: dict[str, Any]) -> str:
+    """Seconds of one exchange, and how many times bytes / rate that is."""
     rows = [["", "MB", *_rates(results)]]
     for what in dict.fromkeys(row["what"] for row in results["rows"]):
         for size in dict.fromkeys(row["bytes"] for row in results["rows"]):
@@ -36,43 +39,44 @@ def exchange(results: dict[str, Any]) -> list[list[str]]:
                 f"{row['median']:.3g} s: **{row['ratio']:.2f}** ({a:.2f} to {b:.2f})" for row, (a, b) in zip(found, spread, strict=True)
             ]
             rows.append([NAMES.get(what, what), f"{size / 1e6:.0f}", *cells])
-    return rows
+    return _text(rows)
 
 
-def step(results: dict[str, Any]) -> list[list[str]]:
-    head = ["", *(f"{rate}: ms a step (fastest to slowest)" for rate in _rates(results))]
-    rows = [
-        [*head, *(f"{rate}: against the limit" for rate in _rates(results)), *(f"{rate}: times as fast as DDP" for rate in _rates(results))]
-    ]
-    for what in dict.fromkeys(row["what"] for row in results["rows"]):
-        found = [row for row in results["rows"] if row["what"] == what]
-        times = [_range(row) for row in found]
-        limits = [f"{1e3 * row['limit']:.0f} ms: **{row['ratio']:.2f}**" for row in found]
-        rows.append([what, *times, *limits, *(f"{row['times_as_fast_as_ddp']:.2f} of {row['ceiling']:.2f}" for row in found)])
-    return rows
+def step(results: dict[str, Any]) -> str:
+    """A table for each rate: ms of a training step beside the limit and beside DDP."""
+    tables_of_rates = []
+    for rate in dict.fromkeys(row["rate"] for row in results["rows"]):
+        rows = [[shown(rate), "ms a step (fastest to slowest)", "limit, ms", "times the limit", "times as fast as DDP", "most possible"]]
+        for row in results["rows"]:
+            if row["rate"] == rate:
+                limit, ratio = f"{1e3 * row['limit']:.0f}", f"**{row['ratio']:.2f}**"
+                rows.append([row["what"], _range(row), limit, ratio, f"**{row['times_as_fast_as_ddp']:.2f}**", f"{row['ceiling']:.2f}"])
+        tables_of_rates.append(_text(rows))
+    return "\n\n".join(tables_of_rates)
 
 
-def loopback(results: dict[str, Any]) -> list[list[str]]:
-    models = {"mlp": "MLP, 1.86 M in 6 tensors", "resnet50": "ResNet-50, 25.6 M in 161 tensors"}
-    rows = [["", *(f"{name}: ms a step" for name in models.values()), *(f"{name}: times as fast as DDP" for name in models.values())]]
+def loopback(results: dict[str, Any]) -> str:
+    """ms of a training step of both models where the network costs nothing."""
+    models = {"mlp": "MLP", "resnet50": "ResNet-50"}
+    rows = [["", *(cell for name in models.values() for cell in (f"{name}: ms a step", f"{name}: times as fast as DDP"))]]
     for what in dict.fromkeys(row["what"] for row in results["rows"]):
         found = {row["model"]: row for row in results["rows"] if row["what"] == what}
-        rows.append([what, *(_range(found[m]) for m in models), *(f"{found[m]['times_as_fast_as_ddp']:.2f}" for m in models)])
-    return rows
+        rows.append([what, *(cell for m in models for cell in (_range(found[m]), f"{found[m]['times_as_fast_as_ddp']:.2f}"))])
+    return _text(rows)
 
 
-def mixing(results: dict[str, Any]) -> list[list[str]]:
-    """Of gpu.json: what of a plain copy's bandwidth is reached."""
+def mixing(results: dict[str, Any]) -> str:
+    """Microseconds of packing and mixing, and their share of the bandwidth of a plain copy (from gpu.json)."""
     rows = [["", "dtype", "a copy", *MIXING]]
     for model, kinds in results["mixing"].items():
         for kind, found in kinds.items():
             cells = [f"{1e6 * found[what]['seconds']:.0f} us: **{found[what]['share_of_copy']:.2f}**" for what in MIXING]
             rows.append([model, kind, f"{found['copy_bytes_per_second'] / 1e12:.2f} TB/s", *cells])
-    return rows
+    return _text(rows)
 
 
-def host(results: dict[str, Any]) -> list[list[str]]:
-    """Of gpu.json: a step of the Averager, alone with a neighbour that echoes, and of processes that share the GPU over gloo."""
+def host(results: dict[str, Any]) -> str:
+    """ms of `averager.step()` (from gpu.json): with a neighbour that echoes, and in processes that share the GPU over gloo."""
     rows = [["", "delay", "averager.step(), host, ms", "device, ms", "whole training step, ms"]]
     for model, delays in results["step, alone"].items():
         rows += [[model, delay[-1], f"{1e3 * took['host']:.1f}", f"{1e3 * took['device']:.1f}", "-"] for delay, took in delays.items()]
@@ -80,11 +84,11 @@ def host(results: dict[str, Any]) -> list[list[str]]:
     for delay in ("delay=0", "delay=1"):
         took, name = gloo[delay], f"gloo, {gloo['processes']} processes on the one GPU: ResNet-50"
         rows.append([name, delay[-1], f"{1e3 * took['host in averager.step']:.0f}", "-", f"{1e3 * took['step']:.0f}"])
-    return rows
+    return _text(rows)
 
 
-def growth(results: dict[str, Any]) -> list[list[str]]:
-    """ms on the links; in brackets what that is beyond computing alone, and how much is beyond it over loopback, where only cores work."""
+def growth(results: dict[str, Any]) -> str:
+    """ms of a step on the links; in brackets the time beyond computing alone, on the links and over loopback ("cores")."""
     hosts = list(dict.fromkeys(row["hosts"] for row in results["rows"]))
     ms = {(row["what"], row["hosts"], row["rate"] == LOOPBACK): 1e3 * row["median"] for row in results["rows"]}
     rows = [["ms a step", *(f"{n} hosts" for n in hosts)]]
@@ -94,28 +98,37 @@ def growth(results: dict[str, Any]) -> list[list[str]]:
             beyond, cores = (ms[what, n, where] - ms[ALONE, n, where] for where in (False, True))
             cells.append(f"{ms[what, n, False]:.0f}" + ("" if what == ALONE else f" (+{beyond:.0f}, cores {cores:+.0f})"))
         rows.append([what, *cells])
-    return rows
+    return _text(rows)
 
 
-def peers(results: dict[str, Any]) -> list[list[str]]:
-    rows = [["", *_rates(results), "from the mean", "settings, and what was replaced"]]
+def peers(results: dict[str, Any]) -> str:
+    """ms of a training step in each library, then a list of the settings."""
+    rows, settings = [["ms a step", *_rates(results), "distance from the mean"]], dict[str, list[str]]()
     for what in dict.fromkeys(row["what"] for row in results["rows"]):
         found = [row for row in results["rows"] if row["what"] == what]
         cells = [f"{_range(row)}: **{row['times_as_fast_as_ddp']:.2f}**{_ceiling(row)}" for row in found]
         apart, finished = (max(row[when] for row in found) for when in ("consensus", "consensus_finished"))
         distance = f"{apart:.0e}" + (f", {finished:.0e} after `finish()`" if finished != apart else "")
-        rows.append([what, *cells, distance.replace("0e+00", "0"), found[0]["description"]])
-    return rows
+        rows.append([what, *cells, distance.replace("0e+00", "0")])
+        settings.setdefault(found[0]["description"], []).append(what)
+    notes = [f"- **{'; '.join(names)}**: {description}." for description, names in settings.items()]
+    return "\n".join([_text(rows), "", "Settings, and what was replaced:", "", *notes])
 
 
-def soak(results: dict[str, Any]) -> list[list[str]]:
+def soak(results: dict[str, Any]) -> str:
+    """The undisturbed job and the job with kills."""
     what = f"{results['processes']} processes, {results['steps']:,} steps"
-    rows = [[what, "seconds", "kills", "starts from step", "accuracy", "memory of a process: largest growth"]]
+    rows = [[what, "seconds", "kills", "started from step", "accuracy", "largest memory growth of a process"]]
     for name in ("undisturbed", "killed"):
         end, starts = results[name], results[name]["starts"]
         cells = [f"{end['seconds']:.0f}", str(len(end["killed_after"])), ", ".join(map(str, starts)), f"{end['accuracy']:.1%}"]
         rows.append([name, *cells, f"{max(end['memory']):+.2%}"])
-    return rows
+    return _text(rows)
+
+
+def _text(rows: list[list[str]]) -> str:
+    head, *body = rows
+    return tables.as_text([dict(zip(head, row, strict=True)) for row in body])
 
 
 def _ceiling(row: dict[str, Any]) -> str:
@@ -136,17 +149,17 @@ def results_of(name: str) -> dict[str, Any]:
 
 
 def filled_in(text: str) -> str:
+    """Return the page with all its tables rebuilt from the results."""
+
     def make(name: str) -> str:
         if name.startswith("accuracy-"):
             return accuracy_tables.make(name.removeprefix("accuracy-"), json.loads((RESULTS / "accuracy.json").read_text()))
         if name == "soak":
-            head, *rows = soak(json.loads((RESULTS / "soak.json").read_text()))
-        elif name.startswith("gpu-"):
-            head, *rows = {"mixing": mixing, "host": host}[name.removeprefix("gpu-")](json.loads((RESULTS / "gpu.json").read_text()))
-        else:
-            of_network = {"exchange": exchange, "step": step, "loopback": loopback, "growth": growth, "peers": peers}
-            head, *rows = of_network[name](results_of(name))
-        return tables.as_text([dict(zip(head, row, strict=True)) for row in rows])
+            return soak(json.loads((RESULTS / "soak.json").read_text()))
+        if name.startswith("gpu-"):
+            return {"mixing": mixing, "host": host}[name.removeprefix("gpu-")](json.loads((RESULTS / "gpu.json").read_text()))
+        of_network = {"exchange": exchange, "step": step, "loopback": loopback, "growth": growth, "peers": peers}
+        return of_network[name](results_of(name))
 
     def make_if_measured(name: str) -> str:
         try:

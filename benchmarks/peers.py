@@ -1,6 +1,6 @@
-"""What users would pick instead of Rumor, as contestants: DDP's hooks, PyTorch's Post-local SGD, torchft and fairscale.
+"""The alternatives to Rumor as contestants: DDP's hooks, PyTorch's Post-local SGD, torchft and fairscale.
 
-`pip install 'rumor[peers]'` brings the last two. What can't be imported is left out, and stderr says so.
+`pip install 'rumor[peers]'` installs the last two. A library that can't be imported is left out, with a message on stderr.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ SLOW_MOMENTUM = 0.5  # fairscale's default, and Rumor's
 
 
 class WithBf16(InDDP):
+    """DDP that sends gradients as bfloat16."""
+
     def __init__(self, build: Build, bucket_cap_mb: float = 4, **options: float):
         super().__init__(build, bucket_cap_mb, **options)
         self.description = f"torch: gradients sent as bfloat16, bucket_cap_mb={bucket_cap_mb:g}; DDP's check for NCCL is bypassed"
-        # DDP knows the hook by its name and refuses it without NCCL, but gloo can do it
+        # DDP recognizes the hook by its name and rejects it without NCCL, but it works with gloo. So wrap it.
         self.ddp.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
 
 
 class WithPowerSGD(InDDP):
-    """Its hook waits for messages in gloo's own threads, of which there are two: with two buckets on their way they wait for ever."""
+    """DDP with PowerSGD in one bucket. Its hook waits in gloo's two threads, so two buckets in flight would deadlock."""
 
     def __init__(self, build: Build, rank: int, start: int, **options: float):
         super().__init__(build, bucket_cap_mb=100_000, **options)
@@ -50,24 +52,24 @@ class WithPowerSGD(InDDP):
 
 
 class PostLocalSGD(InDDP):
-    """DDP that averages no gradients, since one process is all that a host has, and torch's averager of models."""
+    """DDP with torch's model averager. It averages no gradients, because each host has one process only."""
 
     def __init__(self, build: Build, H: int, **options: float):
         super().__init__(build, **options)
         self.description = f"torch: PeriodicModelAverager, after steps {H}, {2 * H}, ...; local from the first step on"
         self.ddp.register_comm_hook(PostLocalSGDState(None, None, 0, post_local_gradient_allreduce=False), post_localSGD_hook)
-        # it would average after steps 1, H + 1, ...: a warm-up of H - 1 steps moves that to H, 2H, ...
+        # By default it averages after steps 1, H + 1, ... A warm-up of H - 1 steps moves this to H, 2H, ...
         self.averager = PeriodicModelAverager(H, warmup_steps=H - 1)
 
     def step(self, x: Tensor, y: Tensor) -> None:
         super().step(x, y)
-        self.averager.average_parameters(self.model.parameters())  # those that have a gradient, so before zero_grad()
+        self.averager.average_parameters(self.model.parameters())  # averages parameters with a gradient, so call it before zero_grad()
 
 
 class WithTorchFT(Contestant):
-    """Every host is a replica group of one process. All must be there, so membership is fixed; host 0 runs the lighthouse.
+    """torchft, with each host as a replica group of one process. Membership is fixed, with all hosts. Host 0 runs the lighthouse.
 
-    While others take their turn, heartbeats are all that it does: one a second and host, a few hundred bytes.
+    While other contestants take their turn, it only sends heartbeats: one per second and host, a few hundred bytes.
     """
 
     def __init__(self, build: Build, H: int, diloco: bool = False, **options: float):
@@ -83,14 +85,14 @@ class WithTorchFT(Contestant):
             self.hooks = DiLoCo(self.manager, [self.model], self.opt, outer, sync_every=H)
         else:
             self.hooks = LocalSGD(self.manager, self.model, self.opt, sync_every=H)
-        self.hooks.__enter__()  # from now on the optimizer's step averages
+        self.hooks.__enter__()  # from now on, the optimizer's step averages
 
     def _join(self) -> Any:
         from torchft.coordination import LighthouseServer
         from torchft.manager import Manager
         from torchft.process_group import ProcessGroupGloo
 
-        logging.getLogger("torchft").setLevel(logging.ERROR)  # it warns of NCCL, which is not used
+        logging.getLogger("torchft").setLevel(logging.ERROR)  # it warns about NCCL, which is not used
         n, rank, here = dist.get_world_size(), dist.get_rank(), _own_address()
         where = [""]
         if rank == 0:
@@ -113,33 +115,33 @@ class WithTorchFT(Contestant):
             hostname=here,
             heartbeat_interval=timedelta(seconds=1),
             init_sync=False,  # all hosts build the same model
-            max_retries=0,  # or it would go on, alone and silently, when an average fails
+            max_retries=0,  # otherwise a host continues alone and silently if an average fails
         )
 
     def close(self) -> None:
-        """A collective."""
+        """Shuts torchft down. All hosts must call it."""
         self.hooks.__exit__(None, None, None)
         self.manager.shutdown(wait=False)
-        dist.barrier()  # the lighthouse goes last
+        dist.barrier()  # the lighthouse must end last
         if self.lighthouse is not None:
             self.lighthouse.shutdown()
 
 
 def _own_address() -> str:
-    """The one that the other hosts know this one by."""
+    """The address by which the other hosts know this one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((os.environ["MASTER_ADDR"], 1))  # nothing is sent
         return str(s.getsockname()[0])
 
 
 class WithFairscale(Contestant):
-    """Stochastic gradient push, with SlowMo at every H-th step if it has a slow momentum. Its gossip thread sleeps between turns."""
+    """fairscale's stochastic gradient push, with SlowMo every H steps if slow_momentum > 0. Its gossip thread sleeps between turns."""
 
     def __init__(self, build: Build, H: int, slow_momentum: float = 0.0, base: str = "sgp", **options: Any):
         of_optimizer = {name: options.pop(name) for name in ("lr", "momentum") if name in options}
         super().__init__(build, **of_optimizer)
         replace_cuda_calls_of_fairscale()
-        warnings.filterwarnings("ignore", "Using a non-full backward hook")  # it does
+        warnings.filterwarnings("ignore", "Using a non-full backward hook")  # fairscale uses one
         net = imported("fairscale.experimental.nn.data_parallel")
         self.description = f"nprocs_per_node=1; {REPLACED}"
         if slow_momentum:
@@ -159,7 +161,7 @@ class WithFairscale(Contestant):
         self.start_slowmo()
 
     def start_slowmo(self) -> None:
-        """Left alone, it takes the models after the first step, which differ, for the common start: hosts then disagree at slow rounds."""
+        """Creates the slow buffers now. By default fairscale takes the models after the first step, which differ between hosts."""
         self.ddp._init_global_momentum_buffers(self.opt)
 
     def step(self, x: Tensor, y: Tensor) -> None:
@@ -172,7 +174,7 @@ REPLACED = "replaced by no-ops: torch.cuda.synchronize, current_stream, stream, 
 
 
 def replace_cuda_calls_of_fairscale() -> None:
-    """ALL THAT IS REPLACED IN OTHERS' CODE. fairscale calls these whatever the device; without CUDA they fail, and here do nothing."""
+    """Replaces CUDA calls by no-ops. fairscale makes them on any device, and without CUDA they fail. No other foreign code is changed."""
     if torch.cuda.is_available():
         return
 
@@ -188,13 +190,13 @@ def replace_cuda_calls_of_fairscale() -> None:
 
 
 def peers(n: int, H: int, powersgd_rank: int = 2, powersgd_start: int = 10) -> dict[str, Callable[..., Contestant]]:
-    """How to build each: `peers(n, H)[name](build, lr=..., momentum=...)`. Each of them has a `description` of its settings."""
+    """Functions that build the contestants: `peers(n, H)[name](build, lr=..., momentum=...)`. Each has a `description` of its settings."""
     found: dict[str, Callable[..., Contestant]] = {
         "DDP, bf16 hook": WithBf16,
         "DDP, PowerSGD hook": lambda build, **options: WithPowerSGD(build, powersgd_rank, powersgd_start, **options),
         "PostLocalSGD (torch)": lambda build, **options: PostLocalSGD(build, H, **options),
     }
-    os.environ.setdefault("RUST_LOG", "error")  # or torchft prints some lines at every average
+    os.environ.setdefault("RUST_LOG", "error")  # otherwise torchft prints some lines at every average
     if _can_import("torchft.local_sgd", "torchft's LocalSGD and DiLoCo"):
         found["LocalSGD (torchft)"] = lambda build, **options: WithTorchFT(build, H, **options)
         found["DiLoCo (torchft)"] = lambda build, **options: WithTorchFT(build, H, diloco=True, **options)
@@ -209,12 +211,13 @@ def _can_import(module: str, what: str) -> bool:
         imported(module)
     except ImportError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"left out: {what} ({error}); pip install 'rumor[peers]' brings it", file=sys.stderr)
+            print(f"left out: {what} ({error}); to include it, pip install 'rumor[peers]'", file=sys.stderr)
         return False
     return True
 
 
 def imported(module: str) -> Any:
+    """Imports a module without its warnings."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what torch has deprecated since
+        warnings.simplefilter("ignore")  # the module uses deprecated parts of torch
         return importlib.import_module(module)

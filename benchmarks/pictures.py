@@ -1,4 +1,4 @@
-"""The pictures of docs/performance.md, from benchmarks/results; page.py draws them when it writes the tables."""
+"""Pictures of docs/performance.md, drawn from benchmarks/results. page.py draws them when it writes the tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from limits import shown
-from rumor.files import replacing
+from rumor.checkpoint.files import replacing
 from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY
 
 LIBRARIES = {"Rumor": BLUE, "PyTorch": SKY, "torchft": ORANGE, "fairscale": GREEN, "by hand": PURPLE, "no communication": "#999999"}
@@ -38,7 +38,7 @@ def library(name: str) -> str:
 
 
 def of_rate(rows: list[dict[str, Any]], rate: str) -> dict[str, dict[str, Any]]:
-    """The rows of a rate by name, with DDP at its best bucket size only."""
+    """Rows of one rate by name. Of the bucket sizes of DDP, only the fastest is kept."""
     found = {row["what"]: row for row in rows if row["rate"] == rate}
     plain = [name for name in found if name.startswith("DDP, bucket")]
     best = min(plain, key=lambda name: found[name]["median"])
@@ -46,8 +46,11 @@ def of_rate(rows: list[dict[str, Any]], rate: str) -> dict[str, dict[str, Any]]:
 
 
 def draw_steps(results: dict[str, Any], path: Path) -> None:
-    """ms of a training step: a panel for each rate, fastest first in the leftmost, whiskers from the fastest turn to the slowest; a tick
-    in each bar where the limit is."""
+    """Draw the ms of a training step, with a panel for each rate.
+
+    The leftmost panel decides the order: fastest first. Whiskers reach from the fastest turn to the slowest. A tick in each bar marks the
+    limit.
+    """
     pyplot = _pyplot()
     from matplotlib.patches import Patch
 
@@ -70,7 +73,7 @@ def draw_steps(results: dict[str, Any], path: Path) -> None:
 
 
 def draw_growth(results: dict[str, Any], path: Path) -> None:
-    """ms of a step over the number of hosts, on the links and over loopback, where only the cores take time."""
+    """Draw the ms of a step over the number of hosts, on the links and over loopback, where only the cores take time."""
     pyplot = _pyplot()
 
     looks = {"DDP": BLACK, "Gossip, delay=1": ORANGE, "Gossip-PGA, delay=1": BLUE, "computing alone": "#999999"}
@@ -97,7 +100,8 @@ def _draw_bars(axes: Any, names: list[str], found: dict[str, dict[str, Any]]) ->
     axes.barh(names, median, color=[LIBRARIES[library(name)] for name in names], xerr=spread, error_kw={"linewidth": 1, "alpha": 0.6})
     beside = {"xytext": (4, 0), "textcoords": "offset points", "va": "center", "fontsize": 8}
     for at, (value, above) in enumerate(zip(median, spread[1], strict=True)):
-        axes.annotate(f"{value:.0f}", (value + above, at), bbox={"color": "white", "pad": 0.8}, **beside)  # the line goes behind it
+        # in a white box, so that the line passes behind the number
+        axes.annotate(f"{value:.0f}", (value + above, at), bbox={"color": "white", "pad": 0.8}, **beside)
     limits = [(1e3 * found[name]["limit"], at) for at, name in enumerate(names) if "limit" in found[name]]
     axes.scatter([x for x, _ in limits], [at for _, at in limits], marker="|", s=90, color=BLACK, linewidth=1.5, zorder=3)
     axes.axvline(1e3 * found["DDP"]["median"], color=BLACK, linestyle="--", linewidth=1)
@@ -107,14 +111,14 @@ def _draw_bars(axes: Any, names: list[str], found: dict[str, dict[str, Any]]) ->
     axes.margins(y=0.01)
 
 
-# ---- what a host and its link do ----------------------------------------------------------------------------------------------------
+# ---- the work of a host and its link ------------------------------------------------------------------------------------------------
 
 PARTS = {"forward": SKY, "backward": BLUE, "optimizer": PURPLE, "rumor::pack": GREEN, "rumor::mix": ORANGE, "rumor::wait": "#DDDDDD"}
-OVER = 0.006  # seconds that the link's rate is averaged over
+OVER = 0.006  # the rate of the link is averaged over so many seconds
 
 
 def draw_trace(results: dict[str, Any], path: Path) -> None:
-    """For each contestant a lane of what the host does, and below it how much of its link's rate is used."""
+    """Draw two lanes for each method: the work of the host, and below it the rate at which its link sends."""
     pyplot = _pyplot()
     from matplotlib.patches import Patch
 
@@ -126,7 +130,7 @@ def draw_trace(results: dict[str, Any], path: Path) -> None:
     )
     for (name, trace), host, link in zip(traces.items(), axes[::2], axes[1::2], strict=True):
         _draw_host(host, trace["parts"])
-        host.set_title(f"{name}: 4 steps of many, {1e3 * trace['seconds']:.0f} ms", loc="left", fontsize=10)
+        host.set_title(f"{name}: 4 steps, {1e3 * trace['seconds']:.0f} ms", loc="left", fontsize=10)
         times, used = link_use(trace["sent"])
         link.fill_between([1e3 * t for t in times], [8e-6 * rate for rate in used], step="post", color="#777777", linewidth=0)
         link.set(ylabel="sent,\nMbit/s", ylim=(0, None), xlim=(0, longest))
@@ -139,14 +143,14 @@ def draw_trace(results: dict[str, Any], path: Path) -> None:
 
 
 def _draw_host(axes: Any, parts: list[tuple[str, float, float]]) -> None:
-    for layer, name in enumerate(PARTS):  # what is inside another part is drawn over it
+    for layer, name in enumerate(PARTS):  # a part inside another part is drawn over it
         bars = [(1e3 * start, 1e3 * (end - start)) for part, start, end in parts if part == name]
         axes.broken_barh(bars, (0, 1), color=PARTS[name], zorder=layer, linewidth=0)
     axes.set(yticks=[], ylabel="host")
 
 
 def link_use(sent: list[tuple[float, int]]) -> tuple[list[float], list[float]]:
-    """Times, and bytes a second from each to the next."""
+    """Return times, and the bytes per second from each time to the next."""
     times, rates, (since, count) = [], [], sent[0]
     for now, total in sent[1:]:
         if now - since >= OVER:

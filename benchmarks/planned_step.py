@@ -1,7 +1,8 @@
-"""Does a plan hold? Times whole training steps of examples/model_to_plan.py on the network that the plan was made for, all taking turns:
-computing alone, DDP, and Gossip-PGA over the one-peer exponential graph without and with overlap.
+"""Checks a plan: times whole training steps of examples/model_to_plan.py on the network of the plan.
 
-    torchrun ... benchmarks/planned_step.py --H 4 --out FILE.json          # on every node, as `rumor probe` was started
+It compares computing alone, DDP, and Gossip-PGA on the one-peer exponential graph without and with overlap, in turns.
+
+    torchrun ... benchmarks/planned_step.py --H 4 --out FILE.json          # on every node, started as `rumor probe` was
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from on_host import Step, build, with_averager, with_ddp
 
 
 def contestants(n: int, H: int) -> dict[str, Step]:
-    """One training step of each, on a model of its own."""
+    """Builds a training step for each contestant, each with its own model."""
     peers = rumor.one_peer_exponential(n)
     averaged = {f"Gossip-PGA, delay={delay}": with_averager(build, rumor.gossip_pga(peers, H, delay=delay)) for delay in (0, 1)}
     return {"computing alone": build()[1], "DDP": with_ddp(build), **averaged}
@@ -27,9 +28,9 @@ def contestants(n: int, H: int) -> dict[str, Step]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--H", type=int, default=4)
-    parser.add_argument("--repeats", type=int, default=10, help="turns, each of 3 periods")
-    parser.add_argument("--out", type=Path, default=Path("planned-step.json"))
+    parser.add_argument("--H", type=int, default=4, help="period of Gossip-PGA")
+    parser.add_argument("--repeats", type=int, default=10, help="number of turns of 3 periods each")
+    parser.add_argument("--out", type=Path, default=Path("planned-step.json"), help="file for the results")
     options = parser.parse_args()
     if options.H < 1 or options.repeats < 1:
         parser.error(f"--H and --repeats must be at least 1, got {options.H} and {options.repeats}")

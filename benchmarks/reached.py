@@ -1,4 +1,4 @@
-"""When a run has reached the target, and what many runs say together. Runs are rows as train_on_host.py writes them."""
+"""Finds when runs reached the target accuracy, and summarizes many runs. Runs are the rows that train_on_host.py writes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]
-PARALLEL = "DDP"  # Parallel SGD as users run it; the target is set by it, and all are compared to it
+PARALLEL = "DDP"  # Parallel SGD as users run it. It sets the target, and all methods are compared with it
 
 
 def target_of(finals: Sequence[float]) -> float:
-    """Mean minus two standard errors.
+    """The mean minus two standard errors.
 
     >>> target_of([0.88, 0.89, 0.90])
     0.8784529946162075
@@ -21,7 +21,7 @@ def target_of(finals: Sequence[float]) -> float:
 
 
 def finals_of(runs: Sequence[Row], hosts: int) -> list[float]:
-    """Parallel SGD's. A seed is one sample, at however many rates it was run: its trajectory is the same at all of them."""
+    """The final accuracies of Parallel SGD. A seed is one sample at any number of rates, because its trajectory is the same at all."""
     by_seed: dict[int, list[float]] = {}
     for run in pick(runs, hosts=hosts, method=PARALLEL):
         by_seed.setdefault(run["seed"], []).append(run["accuracy"][-1])
@@ -29,20 +29,20 @@ def finals_of(runs: Sequence[Row], hosts: int) -> list[float]:
 
 
 def target(runs: Sequence[Row], hosts: int) -> float:
-    """Of one number of hosts."""
+    """The target accuracy for one number of hosts."""
     finals = finals_of(runs, hosts)
     if len(finals) < 2:
-        raise ValueError(f"the target needs {PARALLEL} with two seeds at least on {hosts} hosts, and there are {len(finals)}")
+        raise ValueError(f"the target needs runs of {PARALLEL} with at least 2 seeds on {hosts} hosts, got {len(finals)}: run more seeds")
     return target_of(finals)
 
 
 def first(run: Row, what: str, target: float) -> float:
-    """run["seconds"] or run["steps"] at the first evaluation that is at the target or above, without interpolation; inf if none is."""
+    """run["seconds"] or run["steps"] at the first evaluation that reaches the target, without interpolation; inf if none does."""
     return next((float(value) for value, accuracy in zip(run[what], run["accuracy"], strict=True) if accuracy >= target), math.inf)
 
 
 def middle(values: Sequence[float]) -> float:
-    """The median; a run that has never reached the target counts as later than all (median_high, since inf has no half)."""
+    """The median. A run that never reaches the target counts as infinity (median_high, because inf can't be averaged)."""
     return statistics.median_high(values) if math.inf in values else statistics.median(values)
 
 
@@ -51,7 +51,7 @@ def pick(rows: Sequence[Row], **wanted: object) -> list[Row]:
 
 
 def summary(runs: Sequence[Row], hosts: int, ratio: float | None) -> list[dict[str, Any]]:
-    """One row a method, in the order of the runs: what it reached, when, and how many times as fast as Parallel SGD it was there."""
+    """One row per method, in the order of the runs: final accuracy, time to the target, and speed-up over Parallel SGD."""
     goal = target(runs, hosts)
     here = pick(runs, hosts=hosts, ratio=ratio)
     rows = []
@@ -78,12 +78,12 @@ def summary(runs: Sequence[Row], hosts: int, ratio: float | None) -> list[dict[s
 
 
 def best_ddp(seconds: Mapping[str, Row]) -> str:
-    """The name of DDP at the bucket size that suits it best."""
+    """The name of DDP with the fastest bucket size."""
     return min((name for name in seconds if name.startswith("DDP, bucket")), key=lambda name: seconds[name]["median"])
 
 
 def over_bandwidth(runs: Sequence[Row], curve: Sequence[Row]) -> list[dict[str, Any]]:
-    """Seconds to the target at each rate: steps to it (measured, the median of seeds) times seconds of a step at that rate (measured)."""
+    """Seconds to the target at each rate: measured steps to the target (median of the seeds) times the measured seconds of a step."""
     rows = []
     for timing in curve:
         goal = target(runs, timing["hosts"])

@@ -1,9 +1,9 @@
-"""What simulating n nodes costs: a step of 32 nodes x 32 images on one GPU, beside the same images in one big batch through one model.
+"""The cost of simulating n nodes: a step of 32 nodes x 32 images on one GPU, compared with one model on all images in one big batch.
 
     python benchmarks/simulated_step.py --out benchmarks/results/simulated-step.json       # on a machine with a GPU; 3 minutes
 
-The big batch runs through the same network with cuDNN's convolutions, compiled, launched as usual and captured in a CUDA graph (as the
-simulator's step is); a loop over 32 modules is the plain way to simulate. All take turns.
+The big batch uses the same network with cuDNN's convolutions, compiled. It is launched as usual, and also captured in a CUDA graph, as the
+simulator's step is. A loop over 32 modules is the simple way to simulate. All run in turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from measure import interleaved, machine, save
 from networks.engines import Simulated, captured
 
 NODES, BATCH, SIDE, CLASSES, LR = 32, 32, 32, 10, 0.01
-STEPS = 24  # of one turn: every averaging of Gossip-PGA (6) counts as often as in a run
+STEPS = 24  # per turn, a multiple of Gossip-PGA's period of 6
 MAKE = partial(optimizer, momentum=0.9)
 
 
@@ -43,7 +43,7 @@ def built(images: Tensor) -> nn.Module:
 
 
 def big_batch(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
-    """One model on all images: as it is usually run, and captured."""
+    """One model on all images: launched as usual, and captured in a CUDA graph."""
     model, lr = built(x), torch.tensor(LR, device=x.device)
     images, labels = x.flatten(0, 1), y.flatten()
     opt = MAKE(model.named_parameters(), model, lr)
@@ -60,7 +60,7 @@ def big_batch(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
 
 
 def one_by_one(x: Tensor, y: Tensor) -> Callable[[], object]:
-    """A loop over modules, each with an optimizer of its own."""
+    """A loop over modules, each with its own optimizer."""
     models = [built(x) for _ in range(NODES)]
     opts = [MAKE(model.named_parameters(), model, torch.tensor(LR, device=x.device)) for model in models]
 
@@ -74,7 +74,7 @@ def one_by_one(x: Tensor, y: Tensor) -> Callable[[], object]:
 
 
 def simulated(x: Tensor, y: Tensor) -> dict[str, Callable[[], object]]:
-    """A simulator for each method, since all take turns."""
+    """One simulator for each method, because all run in turns."""
     peers = rumor.one_peer_exponential(NODES)
     methods = {
         "Parallel SGD": rumor.parallel_sgd(NODES),
@@ -98,11 +98,11 @@ def many(step: Callable[[], object]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--out", type=Path, required=True, help="file for the results")
+    parser.add_argument("--turns", type=int, default=7, help="number of turns")
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("this needs a GPU")
+        parser.error("this benchmark needs a GPU")
     device = torch.device("cuda")
     torch.manual_seed(0)
     x = torch.randn(NODES, BATCH, SIDE, SIDE, 3, device=device).bfloat16()

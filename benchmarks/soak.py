@@ -1,8 +1,8 @@
-"""A soak: a job of 8 processes whose nodes are killed at random, over and over; torchrun starts it again from its last checkpoint.
+"""A soak test: random processes of a job of 8 are killed again and again, and torchrun restarts the job from its last checkpoint.
 
     OMP_NUM_THREADS=1 python benchmarks/soak.py --out benchmarks/results/soak.json          # 2,000 steps, 8 kills; 5 minutes on two cores
 
-Recorded: the latest checkpoint at each kill and from which it started again, the accuracy beside that of the same job undisturbed, and the
+It records the latest checkpoint at each kill, the checkpoint of each restart, the accuracy of this job and of an undisturbed one, and the
 memory of each process (its resident set, from 100 steps after its start to its end).
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import machine, save
-from rumor.checkpoint import LATEST
+from rumor.checkpoint.checkpoint import LATEST
 
 ROOT = Path(__file__).parents[1]
 SETTLED = 100  # steps after which a process has allocated what it needs
@@ -40,22 +40,22 @@ def started(folder: Path, processes: int, steps: int, restarts: int) -> subproce
 
 
 def step_of(folder: Path) -> int:
-    """Of the latest checkpoint."""
+    """The step of the latest checkpoint."""
     latest = folder / "checkpoints" / LATEST
     return int(json.loads(latest.read_text())["step"]) if latest.exists() else 0
 
 
 def wait_for(job: subprocess.Popen[str], folder: Path, step: int, deadline: float) -> bool:
-    """Until a checkpoint of that step is there. Or has the job ended before?"""
+    """Waits for a checkpoint of that step. Returns False if the job ended before."""
     while job.poll() is None and step_of(folder) < step:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the job is at step {step_of(folder)}, and has not come to step {step} in time")
+            raise TimeoutError(f"the job is at step {step_of(folder)} and did not reach step {step} in time")
         time.sleep(0.05)
     return job.poll() is None
 
 
 def run(folder: Path, processes: int, steps: int, kills: list[int], deadline: float) -> dict[str, Any]:
-    """The job, one of whose processes is killed soon after each of these steps."""
+    """Runs the job, and kills one of its processes soon after each of these steps."""
     folder.mkdir()
     began, chosen = time.monotonic(), random.Random(0)
     killed_after: list[int] = []
@@ -64,9 +64,9 @@ def run(folder: Path, processes: int, steps: int, kills: list[int], deadline: fl
         for step in kills:
             if not wait_for(job, folder, step, deadline):
                 break
-            time.sleep(chosen.random())  # anywhere in a step, or while a checkpoint is written
+            time.sleep(chosen.random())  # so that the kill hits anywhere in a step, or in the writing of a checkpoint
             workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split() if job.poll() is None else []
-            if workers:  # none, while it starts again or has just ended
+            if workers:  # there are none while the job restarts or has just ended
                 killed_after.append(step_of(folder))
                 os.kill(int(chosen.choice(workers)), signal.SIGKILL)
         said, _ = job.communicate(timeout=max(1.0, deadline - time.monotonic()))
@@ -79,7 +79,7 @@ def run(folder: Path, processes: int, steps: int, kills: list[int], deadline: fl
     starts = [int(step) for step in re.findall(r"nodes, from step (\d+)", said)]
     return {
         "seconds": time.monotonic() - began,
-        "killed_after": killed_after,  # the checkpoint that was the latest then
+        "killed_after": killed_after,  # the latest checkpoints at the kills
         "starts": starts,
         "accuracy": float(accuracy[1]) / 100,
         "memory": [memory for path in sorted(folder.glob("memory-*.txt")) if (memory := growth(path)) is not None],
@@ -87,7 +87,7 @@ def run(folder: Path, processes: int, steps: int, kills: list[int], deadline: fl
 
 
 def growth(path: Path) -> float | None:
-    """Of one process: its memory at the end over that when it had settled, less 1; None if it did not live that long."""
+    """The growth of a process's memory from SETTLED to its end, as a share; None if it ended earlier."""
     lines = [tuple(map(int, line.split())) for line in path.read_text().splitlines()]
     settled = [size for step, size in lines if step >= lines[0][0] + SETTLED]
     return settled[-1] / settled[0] - 1 if len(settled) > 1 else None
@@ -95,11 +95,11 @@ def growth(path: Path) -> float | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--processes", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=2_000)
-    parser.add_argument("--kills", type=int, default=8)
-    parser.add_argument("--minutes", type=float, default=30.0, help="until it is given up")
+    parser.add_argument("--out", type=Path, required=True, help="file for the results")
+    parser.add_argument("--processes", type=int, default=8, help="number of processes")
+    parser.add_argument("--steps", type=int, default=2_000, help="number of steps")
+    parser.add_argument("--kills", type=int, default=8, help="number of kills")
+    parser.add_argument("--minutes", type=float, default=30.0, help="time limit of the whole test")
     options = parser.parse_args()
     kills = [round(options.steps * (i + 0.5) / options.kills) for i in range(options.kills)]
     deadline = time.monotonic() + 60 * options.minutes

@@ -1,4 +1,4 @@
-"""What a host does during a few training steps, from torch's profiler, and what its link does meanwhile, from the kernel's counters."""
+"""Traces a few training steps: the work of a host, from torch's profiler, and the traffic of its link, from the kernel's counters."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import rumor
 from contestants import Contestant, InDDP, WithRumor
 
 PARTS = ("forward", "backward", "optimizer", "rumor::wait", "rumor::pack", "rumor::mix")
-LEAD_IN, STEPS, LEAD_OUT = 3, 4, 2  # those in the middle are shown: links are busy when they begin, and as busy when they end
-LOOK_EVERY = 0.002  # seconds between looks at the link
+LEAD_IN, STEPS, LEAD_OUT = 3, 4, 2  # only the steps in the middle are shown, so that the links are busy at their start and end
+LOOK_EVERY = 0.002  # seconds between two readings of the link's counter
 
 
 class Link(threading.Thread):
-    """Reads how many bytes the host has sent, again and again."""
+    """Records the number of bytes that the host has sent, over time."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         devices = [line.split(":")[0].strip() for line in Path("/proc/net/dev").read_text().splitlines()[2:]]
-        self._device = "eth0" if "eth0" in devices else "lo"  # of a host of the bed, or of this machine
+        self._device = "eth0" if "eth0" in devices else "lo"  # eth0 on a host of the bed, lo on this machine
         self.seen: list[tuple[float, int]] = []
         self._end = threading.Event()
 
@@ -41,7 +41,7 @@ class Link(threading.Thread):
 
 
 def named_parts(contestant: Contestant) -> None:
-    """Its forward, backward and optimizer get names for the profiler."""
+    """Gives forward, backward and optimizer names for the profiler."""
 
     def backward(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         contestant.opt.zero_grad()
@@ -62,7 +62,7 @@ def named_parts(contestant: Contestant) -> None:
 
 
 def recorded(contestant: Contestant, x: Tensor, y: Tensor) -> dict[str, Any]:
-    """Seconds at which each part of STEPS steps began and ended, and bytes sent over time, both counted from the first of these steps."""
+    """Returns when each part of STEPS steps began and ended, and the bytes sent over time, both from the first of these steps."""
     named_parts(contestant)
     dist.barrier()
     link = Link()

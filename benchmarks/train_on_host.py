@@ -1,4 +1,4 @@
-"""What every host of the test bed runs for accuracy.py: it trains Fashion-MNIST with one method after the other, or times their steps."""
+"""The program that accuracy.py starts on every host: it trains Fashion-MNIST with one method after another, or times their steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from contestants import Contestant, WithRumor, ours, take_turns
 from measure import machine, save
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-BUCKETS_MB = (0.25, 1, 4)  # DDP's bucket_cap_mb, for a model of 1.2 MB: it is always given the one that suits it best
+BUCKETS_MB = (0.25, 1, 4)  # values of DDP's bucket_cap_mb for a model of 1.2 MB; the fastest one counts
 TIMED = (
     "computing alone",
     *(f"DDP, bucket_cap_mb={size:g}" for size in BUCKETS_MB),
@@ -31,19 +31,21 @@ TIMED = (
 
 
 def contestants(n: int, steps: int, bucket: float = 1, wanted: Sequence[str] | None = None) -> dict[str, Callable[..., Contestant]]:
-    """Those that are wanted, or all; "DDP" has the bucket size given."""
+    """Functions that build the wanted contestants, or all of them. "DDP" has the given bucket size."""
     found = ours(n, fashion.H, round(fashion.AGA_WARM_UP * steps), {bucket, *BUCKETS_MB})
     found["DDP"] = found[f"DDP, bucket_cap_mb={bucket:g}"]
     if wanted is None or not set(wanted) <= set(found):
-        from peers import peers  # many imports, slow where many hosts do it
+        from peers import peers  # these imports are slow if many hosts do them
 
         found |= peers(n, fashion.H)
     return found if wanted is None else {name: found[name] for name in wanted}
 
 
 def train(contestant: Contestant, batches: Batches, steps: int) -> tuple[list[Tensor], Tensor]:
-    """This host's model at every mark, and the seconds until then. They are looked at when all is done: the clock never stops, so no
-    message has time to travel that training would have waited for."""
+    """Returns this host's model at every mark, and the seconds until then.
+
+    The models are evaluated after the training. So the clock never stops, and no message travels during an evaluation.
+    """
     marks = set(fashion.marks(steps))
     models, seconds = [], []
     dist.barrier()
@@ -59,7 +61,7 @@ def train(contestant: Contestant, batches: Batches, steps: int) -> tuple[list[Te
 
 @torch.no_grad()
 def accuracies(models: list[Tensor], network: nn.Module, test: tuple[Tensor, Tensor], images: int) -> list[float]:
-    """Of the mean models; `test` is this host's share of the `images`."""
+    """The accuracies of the mean models. `test` is this host's share of the `images`."""
     correct = []
     for x in models:
         dist.all_reduce(x)
@@ -71,7 +73,7 @@ def accuracies(models: list[Tensor], network: nn.Module, test: tuple[Tensor, Ten
 
 
 def run(name: str, make: Callable[..., Contestant], data: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], job: dict[str, Any]) -> None:
-    """One method, one seed: a file."""
+    """Trains one method with one seed and writes its file."""
     n, rank, seed, steps = dist.get_world_size(), dist.get_rank(), job["seed"], job["steps"]
     contestant = make(lambda: fashion.network(seed), lr=fashion.LR)
     models, seconds = train(contestant, fashion.batches(data, fashion.BATCH // n, 1_000 * seed + rank), steps)
@@ -94,13 +96,13 @@ def train_all(job: dict[str, Any]) -> None:
     made = contestants(n, job["steps"], job["bucket"], list(job["files"]))
     warm = Contestant(lambda: fashion.network(seed))
     for x, y in (batch for batch, _ in zip(fashion.batches(data, fashion.BATCH // n, 0), range(20), strict=False)):
-        warm.step(x, y)  # torch's own first calls are slow, and would count against whoever comes first
+        warm.step(x, y)  # torch's first calls are slow, and would count against the first method
     for name, make in made.items():
         run(name, make, data, test, job)
 
 
 def time_all(job: dict[str, Any]) -> None:
-    """Seconds of a step of each, and of an all-reduce."""
+    """Times a step of each contestant, and an all-reduce."""
     n, rank = dist.get_world_size(), dist.get_rank()
     batches = fashion.batches(fashion.shard(Path(job["data"]), rank, n, 0), fashion.BATCH // n, rank)
     made = contestants(n, fashion.STEPS, wanted=job["methods"])
@@ -116,7 +118,7 @@ def time_all(job: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; accuracy.py acts on it, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; accuracy.py handles it and stops this one
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("job", type=Path, help="a JSON file that accuracy.py writes")
     job = json.loads(parser.parse_args().job.read_text())

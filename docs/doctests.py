@@ -1,4 +1,4 @@
-"""For the API reference: doctests in docstrings become code blocks, which Markdown would take for quotations."""
+"""API reference: turn doctests in docstrings into code blocks, because Markdown would read them as quotations."""
 
 import re
 from typing import Any
@@ -9,7 +9,7 @@ DOCTEST = re.compile(r"^( *)>>> .*(?:\n(?! *$).+)*", re.M)  # up to the next emp
 
 
 class Doctests(griffe.Extension):
-    """Fences doctests as they are collected."""
+    """Put a fence around each doctest when griffe collects it."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:

@@ -1,4 +1,4 @@
-"""A loop of Accelerate's: `without_ddp` keeps prepare() from wrapping the model; the Averager does the rest.
+"""Accelerate: `without_ddp` keeps prepare() from wrapping the model in DDP, and the Averager does the rest.
 
 torchrun --standalone --nproc-per-node 4 examples/accelerate_loop.py
 """
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import rumor
 from rumor.integrations.huggingface import without_ddp
 
-# without cpu=True, Accelerate takes processes on CPUs for one
+# without cpu=True, Accelerate counts several processes on CPUs as one
 accelerator = without_ddp(Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=2))
 torch.manual_seed(0)
 x = torch.randn(2048, 4)
@@ -19,7 +19,7 @@ y = x.sum(dim=1, keepdim=True).tanh()
 model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
 opt = torch.optim.Adam(model.parameters(), lr=0.01)
 model, opt, loader = accelerator.prepare(model, opt, DataLoader(TensorDataset(x, y), 16, shuffle=True))
-averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential(accelerator.num_processes), H=6))
+averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential, H=6))
 for _ in range(5):
     for inputs, wanted in loader:
         with accelerator.accumulate(model):
@@ -27,7 +27,7 @@ for _ in range(5):
             accelerator.backward(loss)
             opt.step()
             opt.zero_grad()
-        if accelerator.sync_gradients:  # the optimizer has made a step
+        if accelerator.sync_gradients:  # the optimizer has taken a step
             averager.step(loss)
 with averager.averaged():
     loss = nn.functional.mse_loss(model(x.to(accelerator.device)), y.to(accelerator.device))

@@ -1,12 +1,12 @@
-"""A job that survives the loss of nodes: it goes on from its last checkpoint, with the nodes that are there.
+"""A job that survives the loss of nodes: it resumes from its last checkpoint, with the nodes that are there.
 
     torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/elastic.py --folder checkpoints
     torchrun --nnodes 3:4 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         examples/elastic.py --folder SHARED          # on each of 4 hosts
 
-When a process dies, the others raise within the time-out, torchrun starts all of them again, and this script builds the topology for as
-many as there are now. At most one interval between checkpoints is lost. With gloo, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1:
-without it, torch 2.13's processes look for those of the run before after a restart, and fail.
+If a process dies, the others raise an error within the time-out, and torchrun restarts all of them. The Averager then binds the topology to
+the new number of nodes. At most one interval between checkpoints is lost. With gloo, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it,
+the restarted processes of torch 2.13 look for the processes of the previous start, and fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import rumor
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images and labels, then those for the test."""
+    """Return the training images and labels, then the test images and labels."""
     data = load_digits()
     x, y = torch.tensor(data.data / 16, dtype=torch.float32), torch.tensor(data.target)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,7 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def note_memory(path: Path, step: int) -> None:
-    """The step, and the bytes that this process has in memory."""
+    """Append the step and the memory of this process, in bytes, to a file."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     with path.open("a") as file:
         file.write(f"{step} {pages * os.sysconf('SC_PAGE_SIZE')}\n")
@@ -41,11 +41,11 @@ def note_memory(path: Path, step: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", required=True, help="of the checkpoints, on storage that all nodes see")
+    parser.add_argument("--folder", required=True, help="folder of the checkpoints, on storage that all nodes see")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds that a node may be silent")
-    parser.add_argument("--memory", type=Path, help="folder to note the memory of each process in, at each checkpoint")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a silent node")
+    parser.add_argument("--memory", type=Path, help="folder to write the memory of each process to, at each checkpoint")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
@@ -54,7 +54,7 @@ def main() -> None:
     x, y, test_x, test_y = digits()
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential(n), H=6))  # for as many as there are this time
+    averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential, H=6))  # any number of nodes
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
     first = rumor.load(options.folder, averager, optimizer=opt) or 0

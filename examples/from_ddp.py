@@ -1,4 +1,4 @@
-"""From DDP in three changed lines (and two more, to evaluate the mean model and end with it): DDP's are comments beside them.
+"""From DDP in three changed lines, and two more to evaluate the mean model and end with it. Comments show the lines of DDP.
 
 torchrun --standalone --nproc-per-node 4 examples/from_ddp.py
 """
@@ -16,7 +16,7 @@ EPOCHS, BATCH = 5, 32
 
 
 def spirals(points: int, seed: int) -> TensorDataset:
-    """Three spirals with noise: points of the plane, and which of the spirals each is on."""
+    """Return points in the plane on three noisy spirals, and the number of the spiral for each point."""
     generator = torch.Generator().manual_seed(seed)
     arm = torch.randint(3, (points,), generator=generator)
     radius = torch.rand(points, generator=generator)
@@ -31,7 +31,7 @@ def main() -> None:
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(2, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3)).to(device)
-    averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential(dist.get_world_size()), H=6))
+    averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential, H=6))
     # model = DistributedDataParallel(model)
 
     opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -45,9 +45,9 @@ def main() -> None:
             opt.zero_grad()
             loss.backward()
             opt.step()
-            averager.step(loss)  # (nothing: DDP has averaged the gradients in backward)
+            averager.step(loss)  # (not in DDP, which averages the gradients during backward)
 
-        with averager.averaged(), torch.no_grad():  # (nothing: with DDP all ranks have the same model)
+        with averager.averaged(), torch.no_grad():  # (not in DDP, where all ranks have the same model)
             x, y = test.tensors
             accuracy = (model(x.to(device)).argmax(dim=1).cpu() == y).float().mean().item()
         if rank == 0:

@@ -1,9 +1,8 @@
-"""Hugging Face's Trainer: a small language model from scratch, with RumorTrainer in place of Trainer.
+"""Hugging Face Trainer: train a small language model from scratch, with RumorTrainer instead of Trainer.
 
 torchrun --standalone --nproc-per-node 4 examples/huggingface_trainer.py
 """
 
-import os
 import tempfile
 
 import torch
@@ -14,7 +13,7 @@ from rumor.integrations.huggingface import RumorCallback, RumorTrainer
 
 
 def counting(samples: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of numbers that count up from a random start, modulo 50."""
+    """Return rows of numbers that count up from a random start, modulo 50."""
     starts = torch.randint(50, (samples, 1), generator=torch.Generator().manual_seed(samples))
     rows = (starts + torch.arange(16)) % 50
     return [{"input_ids": row, "labels": row} for row in rows]
@@ -32,11 +31,11 @@ with tempfile.TemporaryDirectory() as folder:
             save_strategy="no",
             report_to="none",
             disable_tqdm=True,
-            use_cpu=not torch.cuda.is_available(),  # without it, Accelerate takes processes on CPUs for one
+            use_cpu=not torch.cuda.is_available(),  # without it, Accelerate counts several processes on CPUs as one
         ),
         train_dataset=counting(1024),
         eval_dataset=counting(128),
-        callbacks=[RumorCallback(rumor.gossip_aga(rumor.one_peer_exponential(int(os.environ["WORLD_SIZE"])), warmup=5))],
+        callbacks=[RumorCallback(rumor.gossip_aga(rumor.one_peer_exponential, warmup=5))],
     )
     trainer.train()
     loss = trainer.evaluate()["eval_loss"]

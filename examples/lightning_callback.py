@@ -1,4 +1,4 @@
-"""Lightning: one callback takes the place of DDP; samplers, precision, logging and checkpoints stay Lightning's.
+"""Lightning: one callback replaces DDP. Lightning still handles samplers, precision, logging and checkpoints.
 
 torchrun --standalone --nproc-per-node 4 examples/lightning_callback.py
 """
@@ -24,7 +24,7 @@ class Regression(pl.LightningModule):
         return nn.functional.mse_loss(self.net(x), y)
 
     def validation_step(self, batch: tuple[Tensor, Tensor]) -> None:
-        x, y = batch  # the net holds the mean of all nodes here
+        x, y = batch  # here the net holds the mean of all nodes
         self.log("val_loss", nn.functional.mse_loss(self.net(x), y), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -36,14 +36,13 @@ def samples(count: int) -> TensorDataset:
     return TensorDataset(x, x.sum(dim=1, keepdim=True).tanh())
 
 
-n = int(os.environ["WORLD_SIZE"])
 trainer = pl.Trainer(
     accelerator="auto",
     devices=int(os.environ["LOCAL_WORLD_SIZE"]),
-    num_nodes=n // int(os.environ["LOCAL_WORLD_SIZE"]),
+    num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
     max_epochs=5,
     accumulate_grad_batches=2,  # the nodes average once per optimizer step
-    callbacks=[RumorCallback(rumor.gossip_aga(rumor.one_peer_exponential(n), warmup=10))],
+    callbacks=[RumorCallback(rumor.gossip_aga(rumor.one_peer_exponential, warmup=10))],
     logger=False,
     enable_checkpointing=False,
     enable_progress_bar=False,

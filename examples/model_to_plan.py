@@ -10,12 +10,12 @@ from torch import nn
 
 
 def build() -> tuple[nn.Module, Callable[..., None]]:
-    """The model, and one training step of it: forward, backward and optimizer."""
+    """Return the model and a function that takes one training step: forward, backward and optimizer."""
     model = nn.Sequential(nn.Linear(784, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     x, y = torch.randn(256, 784), torch.randint(10, (256,))
 
-    def step(model: nn.Module = model) -> None:  # with an argument, so that the probe can time DDP as well
+    def step(model: nn.Module = model) -> None:  # takes the model as an argument, so that the probe can also time DDP
         opt.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
         opt.step()

@@ -1,4 +1,4 @@
-"""Ray Train: four workers, each with a model of its own; Ray sets up the process group, and prepare_model is left out, for it is DDP.
+"""Ray Train: four workers, each with its own model. Ray sets up the process group. There is no prepare_model, which would add DDP.
 
 python examples/ray_train.py
 """
@@ -19,10 +19,10 @@ WORKERS = 4
 
 
 def train() -> None:
-    rank, n, device = dist.get_rank(), dist.get_world_size(), get_device()
-    torch.manual_seed(rank)  # each worker draws data of its own
+    rank, device = dist.get_rank(), get_device()
+    torch.manual_seed(rank)  # each worker draws its own data
     model = nn.Linear(20, 1).to(device)
-    averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential(n), H=6))
+    averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential, H=6))
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for _ in range(200):
         x = torch.randn(32, 20, device=device)
@@ -31,7 +31,7 @@ def train() -> None:
         loss.backward()
         opt.step()
         averager.step(loss)
-    averager.finish()  # all workers have the same model now, and rank 0 saves it
+    averager.finish()  # now all workers have the same model, and rank 0 saves it
     with tempfile.TemporaryDirectory() as folder:
         torch.save(model.state_dict(), os.path.join(folder, "model.pt"))
         checkpoint = ray.train.Checkpoint.from_directory(folder) if rank == 0 else None

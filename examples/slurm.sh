@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Slurm: 4 hosts, one torchrun on each, which starts one process per GPU. Each of the 32 processes is a node that gossips;
-# docs/nodes.md has how to make a host one node.
+# Slurm: 4 hosts with one torchrun each, which starts one process per GPU. Each of the 32 processes is a node that gossips;
+# docs/nodes.md shows how to make a host one node.
 #
 #     sbatch examples/slurm.sh
 #
@@ -15,7 +15,7 @@ set -euo pipefail
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export OMP_NUM_THREADS=8
 
-# --kill-on-bad-exit: where one host fails, the others would wait for it until the group's time-out
+# --kill-on-bad-exit: if one host fails, the others would wait for it until the group's time-out
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes "$SLURM_JOB_NUM_NODES" \
     --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \

@@ -1,7 +1,7 @@
-"""How far apart do the nodes drift? The closed form of rumor.theory beside runs of the logistic-regression study, and the lemma's bound.
+"""Compares the consensus distance in runs of the logistic-regression study with the closed form of rumor.theory and the lemma's bound.
 
-Expect the closed form to be right within about a tenth, and the bound of the running consensus lemma (26) to hold with a wide margin.
-Takes under a minute on one core.
+Expect the closed form to be within about 10 % of the runs, and the bound of the running consensus lemma (26) to hold with a wide margin.
+It takes less than a minute on one core.
 
     python experiments/consensus_distance.py --out FOLDER          # writes consensus.csv and constants.csv
 """
@@ -23,7 +23,7 @@ from logistic.run import Walk
 from rumor import theory
 
 LR, H, TRIALS, STEPS, SETTLED = 0.003, 16, 16, 5_000, 2_000
-BATCHES = 100  # of one sample each, from every node, for the estimates
+BATCHES = 100  # batches per node for the estimates, of one sample each
 
 
 class Linear(nn.Module):
@@ -37,7 +37,7 @@ def loss(model: Linear, rows: Tensor) -> Tensor:
 
 
 def exact(problem: Problem) -> dict[str, float]:
-    """sigma^2, b^2 and the largest and mean curvature at x*, from all samples."""
+    """Computes sigma^2, b^2, and the largest and mean curvature at x*, from all samples."""
     p = torch.sigmoid(-(problem.rows @ problem.minimizer))[..., None]  # [n, M, 1]
     gradients = -p * problem.rows
     own = gradients.mean(1)  # [n, d]
@@ -51,17 +51,17 @@ def exact(problem: Problem) -> dict[str, float]:
 
 
 def estimated(problem: Problem) -> theory.Estimate:
-    """The same by `rumor.theory.estimate`, as a user would: from a model and a few batches of each node."""
+    """Estimates the same constants with `rumor.theory.estimate`, from a model and a few batches of each node."""
     batches = [[(rows[m : m + 1],) for m in range(BATCHES)] for rows in problem.rows]
     return theory.estimate(Linear(problem.minimizer), loss, batches)
 
 
 def measured(problem: Problem, algorithms: list[rumor.GossipPGA], progress: tqdm) -> tuple[Tensor, Tensor]:
-    """The mean over steps and trials of 1/n sum ||x_i - xbar||^2, once settled, and of f(xbar) - f*: [methods]."""
+    """Measures the means over steps and trials of 1/n sum ||x_i - xbar||^2, once it has settled, and of f(xbar) - f*: [methods]."""
     draw = torch.Generator().manual_seed(0)
     samples = torch.randint(problem.rows.shape[1], (STEPS, TRIALS, problem.n), generator=draw, dtype=torch.int16)
     walk = Walk(problem, algorithms, TRIALS)
-    walk.X += problem.minimizer  # near the end of a run, which is where the closed form holds
+    walk.X += problem.minimizer  # the closed form holds near the end of a run
     distances, means = [], []
     for k in range(STEPS):
         walk.step(samples[k], torch.tensor(LR, dtype=torch.float64))

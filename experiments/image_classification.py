@@ -1,14 +1,14 @@
-"""The paper's image tables (1, 7, 8, 9, 10, 15, 16) on CIFAR-10, and labels that are not spread evenly, which it did not try.
+"""The paper's image tables (1, 7, 8, 9, 10, 15, 16) on CIFAR-10, and our own table with uneven labels.
 
-Expect Gossip-PGA and Gossip-AGA to end near Parallel SGD; Gossip SGD (on a ring most of all), OSGP, Local SGD and long periods to end
-below. All nodes are simulated exactly on one GPU.
+Expect Gossip-PGA and Gossip-AGA to end near Parallel SGD. Expect Gossip SGD (most of all on a ring), OSGP, Local SGD and long periods to
+end below it. All nodes are simulated exactly on one GPU.
 
-    python experiments/image_classification.py --data FOLDER                   # CIFAR-10's binary files
+    python experiments/image_classification.py --data FOLDER                   # binary files of CIFAR-10
     python experiments/image_classification.py --data FOLDER --table 7 9       # some tables
     python experiments/image_classification.py --data FOLDER --quick           # Fashion-MNIST, 8 nodes: 3 minutes on two cores
     torchrun ... experiments/image_classification.py --data FOLDER --engine processes --net resnet50      # train/ and val/ of ImageNet
 
-Every run is a row of --out, and is not run again: stop it when you like, and start it again.
+Every finished run is a row of --out and is not run again, so you can stop the command at any time and start it again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from images.split import split_of
 from images.study import TABLES
 from images.train import SMOOTHING, WEIGHT_DECAY, loss_of, optimizer, train
 from networks import command
-from networks.engines import Latest, OneOfMany, Simulated, Trainer, device_name
+from networks.engines import OneOfMany, Simulated, Trainer, TrainerCache, device_name
 from networks.hours import hours
 from networks.runs import Run
 from networks.store import Finished, Settings
@@ -35,20 +35,20 @@ from rumor.cost.paper import RESNET50
 
 RESULTS = Path(__file__).parent / "results" / "image_classification.csv"
 EPOCHS, QUICK_EPOCHS, BATCH = 40, 2, 32
-IMAGES = 256  # that --lr is given for; it grows with the batch of all nodes (linear scaling)
+IMAGES = 256  # --lr is for this many images per step; it grows with the total batch of all nodes (linear scaling)
 
 
 class Recipe(NamedTuple):
-    """What an option that is not given stands for."""
+    """Default values of options."""
 
-    lr: float  # the highest, for 256 images a step
+    lr: float  # the highest learning rate, for 256 images per step
     weight_decay: float
     label_smoothing: float
 
 
 USUAL = Recipe(0.5, WEIGHT_DECAY, SMOOTHING)  # the learning rate was tuned once, for Parallel SGD with 32 nodes x 32 images
-SHORT = Recipe(4.0, WEIGHT_DECAY, SMOOTHING)  # of --quick, whose batches are smaller, and runs shorter
-RESNET = Recipe(0.1, 1e-4, 0.1)  # as it is usually trained on ImageNet
+SHORT = Recipe(4.0, WEIGHT_DECAY, SMOOTHING)  # for --quick, which has smaller batches and shorter runs
+RESNET = Recipe(0.1, 1e-4, 0.1)  # the usual values on ImageNet
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,15 +60,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 class Runner:
-    """Trains one run after the other."""
+    """Trains one run after another."""
 
     def __init__(self, data: Data, options: argparse.Namespace):
         self.data, self.options, self.scale, self.examples = data, options, Scale(data), len(data.labels)
-        self._latest = Latest()
+        self._trainers = TrainerCache()
 
     def __call__(self, run: Run) -> Finished:
         data = self.data
-        trainer, model = self._latest.get(self.trainer_key(run), partial(self._new_trainer, run))
+        trainer, model = self._trainers.get(self.trainer_key(run), partial(self._new_trainer, run))
         torch.manual_seed(run.seed)
         model.start(self.scale(data.sample()))  # type: ignore[operator]
         split = split_of(run.split, data.labels, run.nodes, run.seed)
@@ -116,18 +116,24 @@ class Runner:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder of CIFAR-10, Fashion-MNIST, or train/ and val/ by class")
+    parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10, Fashion-MNIST, or train/ and val/ by class")
     parser.add_argument(
-        "--epochs", type=command.at_least_one, help=f"of a run that is not stretched; {EPOCHS} if not given, with --quick {QUICK_EPOCHS}"
+        "--epochs",
+        type=command.at_least_one,
+        help=f"epochs of a run that is not stretched; {EPOCHS} if not given, with --quick {QUICK_EPOCHS}",
     )
-    parser.add_argument("--batch", type=command.at_least_one, default=BATCH, help="images of a node at a step")
-    parser.add_argument("--net", choices=list(NETWORKS), help="small if not given, with --quick tiny")
-    about = ("the highest, for 256 images of all nodes together; it grows with them", "of all but norms and biases", "from 0 to 1")
+    parser.add_argument("--batch", type=command.at_least_one, default=BATCH, help="images per node and step")
+    parser.add_argument("--net", choices=list(NETWORKS), help="network; small if not given, with --quick tiny")
+    about = (
+        "highest learning rate for 256 images of all nodes together; it grows with their number",
+        "weight decay, not for norms and biases",
+        "label smoothing, >= 0 and < 1",
+    )
     types = (command.above_zero, command.share, command.share)
     for name, what, kind, *values in zip(Recipe._fields, about, types, USUAL, SHORT, RESNET, strict=True):
         usual = "{:g} if not given, with --quick {:g}, with --net resnet50 {:g}".format(*values)
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{what}; {usual}")
-    parser.add_argument("--side", type=command.at_least_one, default=224, help="pixels of an image, for folders")
+    parser.add_argument("--side", type=command.at_least_one, default=224, help="width and height of an image in pixels, for folders")
     command.add_options(parser, TABLES, RESULTS)
     options = parser.parse_args(arguments)
     options.net = options.net or ("tiny" if options.quick else "small")
@@ -138,7 +144,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
             setattr(options, name, value)
     command.complete(options, parser, TABLES, RESULTS)
     if options.batch < 2:
-        parser.error("--batch 1: BatchNorm needs at least 2 images")
+        parser.error("--batch 1: BatchNorm needs at least 2 images per node")
     return options
 
 

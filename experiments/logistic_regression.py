@@ -1,15 +1,15 @@
-"""The paper's logistic-regression study (figures 1, 4, 5, 6, 7), and what we add to it.
+"""The paper's logistic-regression study (figures 1, 4, 5, 6, 7), and our additions.
 
-Expect Gossip-PGA to meet Parallel SGD long before Gossip SGD and Local SGD do, the more so the larger and sparser the network. Figure 1
-takes about ten seconds on two cores, all five less than a minute.
+Expect Gossip-PGA to reach Parallel SGD long before Gossip SGD and Local SGD do. The lead grows with the size and sparsity of the network.
+Figure 1 takes about ten seconds on two cores, all five figures less than a minute.
 
     python experiments/logistic_regression.py --quick                              # a small version of everything, under 20 seconds
     python experiments/logistic_regression.py --figure 1                           # one figure, 50 trials
     python experiments/logistic_regression.py --figure 1 --n 20 --trials 8 --out FOLDER
     python experiments/logistic_regression.py --figure a9a w8a --data FOLDER       # real data: LIBSVM files a9a.txt.xz and w8a.xz
 
-Writes figure-1.csv (a row per curve), figure-1-objective.csv, figure-1-curves.csv and figure-1.png, and so on. Finished runs are kept in
-FOLDER/runs and not run again: stop it when you like, and start it again.
+It writes figure-1.csv (one row per curve), figure-1-objective.csv, figure-1-curves.csv, figure-1.png, and so on. Finished runs are kept in
+FOLDER/runs and are not repeated, so you can stop the command at any time and start it again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from logistic.run import STEPS, run
 from logistic.store import Store
 
 FILES = {"a9a": "a9a.txt.xz", "w8a": "w8a.xz"}
-L2 = 0.01  # on real data, where some features are seen with one label only: without it there is no minimum
+L2 = 0.01  # for real data, where some features occur with one label only: without it there is no minimum
 TRIALS, QUICK_TRIALS = 50, 8
-_steps_done: multiprocessing.Queue[int]  # of a worker: to tell the bar
+_steps_done: multiprocessing.Queue[int]  # a worker reports its steps here, for the progress bar
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,28 +56,28 @@ def main(arguments: list[str] | None = None) -> None:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--figure", nargs="+", default=list(figures.THE_PAPERS), choices=list(figures.FIGURES), help="which to make")
-    parser.add_argument("--n", type=int, nargs="+", help="only panels of these sizes, of all that are asked for")
-    parser.add_argument("--trials", type=int, help=f"{TRIALS} if not given, with --quick {QUICK_TRIALS}")
-    parser.add_argument("--seeds", type=int, default=1, help="data sets; with more than one, figure-X-seeds.csv has the medians")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials, and n = 20 only (figure 1 or 4 alone: all sizes)")
-    parser.add_argument("--out", type=Path, default=Path("logistic-regression"), help="folder for results")
-    parser.add_argument("--data", type=Path, help=f"folder of the real data: {', '.join(FILES.values())}")
+    parser.add_argument("--figure", nargs="+", default=list(figures.THE_PAPERS), choices=list(figures.FIGURES), help="figures to make")
+    parser.add_argument("--n", type=int, nargs="+", help="make only the panels with these numbers of nodes")
+    parser.add_argument("--trials", type=int, help=f"number of trials; {TRIALS} if not given, with --quick {QUICK_TRIALS}")
+    parser.add_argument("--seeds", type=int, default=1, help="number of data sets; with more than one, figure-X-seeds.csv has the medians")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_TRIALS} trials, and n = 20 only (for figure 1 or 4 alone: all n)")
+    parser.add_argument("--out", type=Path, default=Path("logistic-regression"), help="folder for the results")
+    parser.add_argument("--data", type=Path, help=f"folder with the real data: {', '.join(FILES.values())}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--jobs", type=int, default=cores(), help="processes, on a CPU")
-    parser.add_argument("--no-pictures", action="store_true", help="tables and data only")
+    parser.add_argument("--jobs", type=int, default=cores(), help="number of processes on a CPU")
+    parser.add_argument("--no-pictures", action="store_true", help="write tables and data only")
     options = parser.parse_args(arguments)
     check(options, parser)
     return options
 
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """One clear line for what can't be, before anything is run."""
+    """Reports wrong options in one line, before anything runs."""
     if options.trials is None:
         options.trials = QUICK_TRIALS if options.quick else TRIALS
     for name, least, why in (("trials", 2, ", for a standard deviation"), ("seeds", 1, ""), ("jobs", 1, "")):
         if getattr(options, name) < least:
-            parser.error(f"--{name} {getattr(options, name)}: at least {least} needed{why}")
+            parser.error(f"--{name} must be at least {least}{why}, got {getattr(options, name)}")
     for name in (name for name in options.figure if name in FILES):
         try:
             find(name, options.data)
@@ -93,11 +93,11 @@ def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     try:
         (options.out / "runs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        parser.error(f"--out {options.out}: {error.strerror}; give a folder that can be written to")
+        parser.error(f"--out {options.out}: {error.strerror}; give a folder that you can write to")
 
 
 def find(name: str, folder: Path | None) -> Path:
-    """The file of a data set, in `folder` or below it."""
+    """Finds the file of a data set in `folder` or its subfolders."""
     found = sorted(folder.rglob(FILES[name])) if folder is not None else []
     if not found:
         raise FileNotFoundError(f"--figure {name} needs --data FOLDER with {FILES[name]} in it")
@@ -105,7 +105,7 @@ def find(name: str, folder: Path | None) -> Path:
 
 
 def cores() -> int:
-    """Those that this process may use, where the system says so."""
+    """The number of cores that this process may use; the number of all cores if the system does not tell."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -116,7 +116,7 @@ def wanted(setting: Setting, options: argparse.Namespace) -> bool:
 
 
 class Job:
-    """All curves of one setting that are still to be run: they share their data and their samples."""
+    """All missing curves of one setting. They share their data and their samples."""
 
     def __init__(self, store: Store, setting: Setting, curves: list[Curve], data: Path | None):
         self.store, self.setting, self.curves, self.data = store, setting, curves, data
@@ -145,7 +145,7 @@ def jobs(store: Store, curves: list[Curve], data: Path | None) -> Iterator[Job]:
 
 
 def compute(work: list[Job], options: argparse.Namespace) -> None:
-    """Every job, under one bar: on a GPU in turn; on a CPU side by side, one thread each (the tensors are too small to share)."""
+    """Runs all jobs with one progress bar: on a GPU one by one, on a CPU in parallel, with one thread each (the tensors are small)."""
     work = sorted(work, key=lambda job: -job.size)
     with tqdm(total=sum(STEPS * job.size for job in work), unit_scale=True, unit=" node steps", disable=not work) as bar:
         if options.device != "cpu" or min(options.jobs, len(work)) <= 1:
@@ -153,15 +153,15 @@ def compute(work: list[Job], options: argparse.Namespace) -> None:
                 bar.set_description(str(job.setting))
                 job.run(options.device, lambda steps, size=job.size: bar.update(steps * size))  # type: ignore[misc]
             return
-        _side_by_side(work, options.jobs, bar)
+        _compute_in_parallel(work, options.jobs, bar)
 
 
-def _side_by_side(work: list[Job], workers: int, bar: tqdm) -> None:
-    # forked, where that can be: a fresh interpreter would spend longer on its imports than on a figure
+def _compute_in_parallel(work: list[Job], workers: int, bar: tqdm) -> None:
+    # Fork if possible: a new interpreter would spend more time on imports than on a figure.
     start = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(start)
     done = context.Queue()
-    # noted and acted on below: an exception out of nowhere may be raised, and lost, in the middle of somebody else's clean-up
+    # The handler only sets a flag, which the loop below checks. An exception raised by the handler could be lost in clean-up code.
     interrupted = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     with ProcessPoolExecutor(min(workers, len(work)), context, _start_worker, (done,)) as pool:
@@ -172,12 +172,12 @@ def _side_by_side(work: list[Job], workers: int, bar: tqdm) -> None:
                 while not done.empty():
                     bar.update(done.get())
                 for future in finished:
-                    future.result()  # what went wrong in a worker goes on here
+                    future.result()  # raises the error of a worker
                 if interrupted.is_set():
                     raise KeyboardInterrupt
         except BaseException:
             for worker in multiprocessing.active_children():
-                worker.terminate()  # what it was at is lost, what is finished is on disk
+                worker.terminate()  # its current run is lost, finished runs are on disk
             raise
         finally:
             signal.signal(signal.SIGINT, before)
@@ -187,7 +187,7 @@ def _side_by_side(work: list[Job], workers: int, bar: tqdm) -> None:
 def _start_worker(done: multiprocessing.Queue[int]) -> None:
     global _steps_done
     _steps_done = done
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent alone acts on it, and ends the others
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, but only the parent handles it and stops the others
     torch.set_num_threads(1)
 
 
@@ -196,7 +196,7 @@ def _work(job: Job) -> None:
 
 
 def report(name: str, panels: list[Panel], stores: list[Store], options: argparse.Namespace) -> None:
-    """The figure's files, and its table on the screen."""
+    """Writes the files of a figure and prints its table."""
     store, path = stores[0], options.out / f"figure-{name}.csv"
     rows = tables.stages(store, panels)
     tables.write(path, tables.as_csv(rows))
@@ -210,14 +210,14 @@ def report(name: str, panels: list[Panel], stores: list[Store], options: argpars
 
         pictures.draw(name, panels, options.out)
     print("\nT_tr_1, T_tr_025: the iteration from which the node error stays within 2 and 1.25 times that of Parallel SGD")
-    print(f"written: {path.parent}/{path.stem}*")
+    print(f"wrote {path.parent}/{path.stem}*")
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit("stopped: the same command goes on from the runs that are finished")
-    except (OSError, ValueError, ArithmeticError, EOFError, lzma.LZMAError, BrokenProcessPool) as error:  # what a user can mend
+        sys.exit("stopped: run the same command again to continue after the finished runs")
+    except (OSError, ValueError, ArithmeticError, EOFError, lzma.LZMAError, BrokenProcessPool) as error:  # errors that the user can fix
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(2)

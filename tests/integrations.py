@@ -1,8 +1,7 @@
-"""What the tests of integrations have in common: a small problem, the loop written by hand, and torchrun."""
+"""Shared by the tests of integrations: a small problem, the loop written by hand, and torchrun."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,8 +14,13 @@ import torch
 from torch import Tensor, nn
 
 import rumor
+from tests import warm
 
-ROOT = Path(__file__).parent.parent
+ROOT = warm.ROOT
+LIBRARIES = {  # modules to preload for the tests of an integration; test_docs.py uses them too
+    "lightning": ["rumor.integrations.lightning"],
+    "huggingface": ["rumor.integrations.huggingface", "accelerate", "transformers.models.gpt2.modeling_gpt2"],
+}
 N, BATCH, BATCHES = 4, 3, 7  # nodes; samples in a batch; batches of each node in an epoch
 
 
@@ -47,7 +51,7 @@ def by_hand(
     autocast: Callable[[], Any] = nullcontext,
     decay: float = 0.9,
 ) -> dict[str, Any]:
-    """The plain loop that an integration stands for, on the batches of `epochs`: parameters after each optimizer step, and at the end."""
+    """Run the plain loop that an integration replaces, and return the parameters after each optimizer step and at the end."""
     model = network()
     averager = rumor.Averager(model, algorithm)
     opt, scheduler = optimizer(model, decay)
@@ -71,34 +75,33 @@ def by_hand(
 
 
 def counts(averager: rumor.Averager | None) -> dict[str, Any]:
-    """What the averager did, without the times."""
+    """Return the metrics of the averager, without the times."""
     assert averager is not None
     return {name: value for name, value in averager.metrics.as_dict().items() if "seconds" not in name and name != "waited_for"}
 
 
-def environment() -> dict[str, str]:
-    """For a process that runs the code of this tree."""
-    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def run(arguments: list[str], folder: Path, deadline: float = 100) -> str:
-    done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=deadline, env=environment())
+def run(arguments: list[str], folder: Path, deadline: float = warm.DEADLINE) -> str:
+    """Return the output of `python ARGUMENTS`, in a new Python that has imported nothing yet."""
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=deadline, env=warm.environment())
     assert done.returncode == 0, done.stderr[-8000:]
     return done.stdout
 
 
-def torchrun(script: Path, *arguments: str, folder: Path, n: int = N, deadline: float = 100) -> str:
-    return run(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), str(script), *arguments], folder, deadline)
+def torchrun(script: Path, *arguments: str, folder: Path, integration: str | None = None) -> str:
+    """Return the output of `torchrun SCRIPT` with four processes, forked from one that has imported the library of `integration`."""
+    done = warm.torchrun(N, [script, *arguments], folder, preload=LIBRARIES[integration] if integration else ())
+    assert done.returncode == 0, done.stderr[-8000:]
+    return done.stdout
 
 
-def folder_after(script: str) -> Any:
-    """A fixture: where four processes have run tests/`script`."""
+def folder_after(script: str, integration: str) -> Any:
+    """Return a fixture: the folder in which four processes have run tests/`script`."""
 
     @pytest.fixture(scope="module")
     def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = tmp_path_factory.mktemp(script)
-        torchrun(ROOT / "tests" / script, str(folder), folder=folder, deadline=110)
+        torchrun(ROOT / "tests" / script, str(folder), folder=folder, integration=integration)
         return folder
 
     return folder

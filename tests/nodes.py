@@ -17,18 +17,18 @@ STEPS = 11  # the last one is no global round
 
 
 @lru_cache
-def groups(size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup, Any]:
+def groups(size: int, timeout: float = 60.0) -> tuple[dist.ProcessGroup, dist.ProcessGroup, Any]:
     """This rank's group across nodes, the one inside its node of `size` ranks, and both as a mesh for FSDP."""
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh("cpu", (dist.get_world_size() // size, size), mesh_dim_names=("replicate", "shard"))
-    limit = datetime.timedelta(seconds=6)
+    limit = datetime.timedelta(seconds=timeout)
     across, inside = (dist.new_subgroups_by_enumeration(ranks, timeout=limit)[0] for ranks in (mesh.mesh.t().tolist(), mesh.mesh.tolist()))
     return across, inside, mesh
 
 
-def averager_of(model: nn.Module, algorithm: Any, size: int) -> rumor.Averager:
-    across, inside, _ = groups(size)
+def averager_of(model: nn.Module, algorithm: Any, size: int, *timeout: float) -> rumor.Averager:
+    across, inside, _ = groups(size, *timeout)
     return rumor.Averager(model, algorithm, group=across, local_group=inside)
 
 

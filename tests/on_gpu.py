@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 import rumor
-import rumor.averager
-from rumor.engine import Leaves, Pull
-from rumor.flat import Flat
+import rumor.engines.processes.process_group as engine_of_processes
+from rumor.engines import Buffer, Lerp, StackedBuckets
+from rumor.model.buckets import FlatBuckets
 from tests.cluster import Cluster
 from tests.nodes import ALGORITHMS as NODES
 from tests.nodes import MODELS, averager_of, train_here, wrapped
@@ -150,17 +150,17 @@ def one_fused_pass_equals_several() -> None:
         cuts = [0, 1, 8, 4105, 4106, 20_000, 20_013, 40_000]
         for sent, finite, weight in itertools.product((False, True), (None, True, False), (0.5, 1 / 3)):
             pieces = [whole[a:b].clone() for a, b in itertools.pairwise(cuts)]
-            x = Flat(pieces, lambda shape, dtype, device: torch.empty(shape, dtype=dtype, device=device))
+            x = FlatBuckets(pieces, lambda shape, dtype, device: Buffer(torch.empty(shape, dtype=dtype, device=device)))
             towards, gone = (torch.randn(40_000, device=CUDA).to(dtype) for _ in range(2))
-            assert x._buckets[0].spread is not None
+            assert x._buckets[0].one_pass is not None
             assert len(x) == 1
-            assert torch.equal(x.read(0), whole)
+            assert torch.equal(x.read(0).tensor, whole)
             flag = None if finite is None else torch.tensor([finite], device=CUDA)
             if finite is False:
                 towards[7] = float("nan")
             change = (towards.double() - (gone if sent else whole).double()) * (0 if finite is False else weight)
             expected = whole.double() + (torch.zeros_like(change) if finite is False else change)
-            x.pull(0, Pull(towards, weight, flag), gone if sent else None)
+            x.lerp(0, Lerp(towards, weight, flag), gone if sent else None)
             found = torch.cat(pieces).double()
             assert (found - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max(), (dtype, sent, finite, weight)
             x.write(0, gone)
@@ -179,7 +179,7 @@ def stacked_gossip_on_the_gpu() -> None:
                 assert (mixed.double() - topology.W(1).to(CUDA) @ x.double()).abs().max() < (1e-12 if dtype == torch.float64 else 1e-5)
     x = torch.randn(10_000, 1000, device=CUDA)
     engine, topology, other = rumor.Stacked(10_000, CUDA), rumor.ring(10_000), torch.empty_like(x)
-    leaves = Leaves([x])
+    leaves = StackedBuckets([x])
     gossip = seconds(lambda: engine.gossip(x, topology, 0).wait())
     step = seconds(lambda: leaves.write(0, engine.gossip(x, topology, 0).wait().x))
     copy = seconds(lambda: other.copy_(x))
@@ -210,7 +210,7 @@ def nccl_path_never_waits_for_the_device_on_a_gossip_step() -> None:
             alone.step()
         alone.finish()
         assert alone.consensus_distance() == 0
-    real, rumor.averager.ProcessGroup = rumor.averager.ProcessGroup, Echo  # type: ignore[misc]
+    real, engine_of_processes.Transport = engine_of_processes.Transport, Echo  # type: ignore[misc]
     several, one = (rumor.ring(4), rumor.exponential(4)), rumor.one_peer_exponential(4)
     methods = (rumor.gossip_sgd(several[0]), rumor.gossip_sgd(several[1], delay=1), rumor.osgp(several[0]))
     methods += (rumor.gossip_sgd(one), rumor.gossip_sgd(one, delay=1))
@@ -226,7 +226,7 @@ def nccl_path_never_waits_for_the_device_on_a_gossip_step() -> None:
         torch.cuda.set_sync_debug_mode("default")
         if algorithm.delay == 0:  # an echo leaves the model as it is
             assert all(torch.allclose(p, was, atol=1e-6) for p, was in zip(model.parameters(), before, strict=True))
-        assert not math.isfinite(float(averager.engine._alarm.settle()))
+        assert not math.isfinite(float(averager.engine.alarm.as_tensor()))
         with torch.no_grad():
             model[0].bias[3] = float("nan")
         raised = ""
@@ -239,7 +239,7 @@ def nccl_path_never_waits_for_the_device_on_a_gossip_step() -> None:
             torch.cuda.synchronize()
         assert "model of node" in raised, "the host hears of it, though it never waits"
         print(f"    {algorithm}: no synchronisation; a bad model is noted, and raised")
-    rumor.averager.ProcessGroup = real  # type: ignore[misc]
+    engine_of_processes.Transport = real  # type: ignore[misc]
     dist.destroy_process_group()
 
 

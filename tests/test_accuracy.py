@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import struct
 import subprocess
 import sys
@@ -17,6 +16,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import accuracy_tables  # noqa: E402
 import fashion  # noqa: E402
 import reached  # noqa: E402
+from tests import warm  # noqa: E402
 
 
 def write_idx(path: Path, values: np.ndarray) -> None:
@@ -66,7 +66,7 @@ def test_a_seed_at_two_rates_is_one_sample():
 
 
 def test_a_target_of_one_seed_is_refused():
-    with pytest.raises(ValueError, match="two seeds at least on 4 hosts, and there are 1"):
+    with pytest.raises(ValueError, match="at least 2 seeds on 4 hosts, got 1"):
         reached.target(RUNS[:1], 4)
 
 
@@ -135,17 +135,19 @@ def test_the_schedule_warms_up_and_ends_at_zero():
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "accuracy.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, env={**os.environ, "PYTHONPATH": str(ROOT / "src")})
+    return warm.run([ROOT / "benchmarks" / "accuracy.py", *arguments])
 
 
+@pytest.mark.processes
 def test_missing_data_are_one_clear_line(tmp_path: Path):
     done = start("--data", str(tmp_path))
     assert done.returncode == 1
-    assert done.stderr.startswith(f"accuracy: Fashion-MNIST is not there: {tmp_path} has not all of train-images-idx3-ubyte")
+    assert done.stderr.startswith(f"accuracy: Fashion-MNIST is missing: {tmp_path} does not have all of train-images-idx3-ubyte")
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.long
+@pytest.mark.processes
 def test_a_quick_run_over_loopback_and_again_without_measuring(tmp_path: Path):
     (tmp_path / "data").mkdir()
     write_data(tmp_path / "data")

@@ -281,7 +281,7 @@ def test_a_state_may_be_loaded_while_messages_are_in_flight(four: Cluster) -> No
 def receives_ahead(rank: int, topology: rumor.Topology) -> list[int]:
     averager = rumor.Averager(network(), rumor.gossip_sgd(topology))
     averager.step()
-    ahead = [len(channel.expected) for channel in averager.engine._channels.values()]
+    ahead = [len(channel.expected) for channel in averager.engine._channels]
     averager.finish()
     return ahead
 
@@ -345,7 +345,7 @@ def where_time_goes(rank: int, lazy: bool) -> tuple[dict[str, Any], float]:
     for _ in range(6):
         averager.step()
         model(torch.ones(1, 99))
-        time.sleep(0.05 if rank == 0 else 0.0)
+        time.sleep(0.15 if rank == 0 else 0.0)
     averager.settle()
     return averager.metrics.as_dict(), time.perf_counter() - began
 
@@ -357,7 +357,8 @@ def test_metrics_tell_computing_from_waiting_and_packing(four: Cluster, lazy: bo
         parts = metrics["seconds_computing"], metrics["seconds_waiting"], metrics["seconds_packing"]
         assert min(parts) > 0
         assert sum(parts) <= whole
-        assert (parts[0] > 0.25) == (rank == 0), "five times 50 ms between steps"
+        assert parts[0] > 0.75 or rank != 0, "five times 150 ms between steps"
+        assert parts[0] < found[0][0]["seconds_computing"] or rank == 0
         assert parts[1] > 0.2 or rank in (0, 2), "its neighbours wait for it"
 
 
@@ -398,7 +399,7 @@ def in_averaged(rank: int, what: str) -> None:
 def test_what_the_end_of_averaged_would_undo_is_refused(four: Cluster, what: str) -> None:
     for kind, text in four.errors(in_averaged, what):
         assert kind is RuntimeError
-        assert f"{what} inside averaged(), where the model is not this node's own" in text
+        assert f"{what} inside averaged(), where the model is the mean of all nodes" in text
 
 
 def another_module(rank: int, how: str) -> None:
@@ -432,7 +433,7 @@ def built_and_dropped(rank: int) -> int:
         averager.finish()
         del averager
         gc.collect()
-    return len(rumor.process_group._kept)
+    return len(rumor.engines.processes.transport._unclaimed)
 
 
 def test_a_finished_averager_leaves_nothing_behind(four: Cluster) -> None:
@@ -441,7 +442,7 @@ def test_a_finished_averager_leaves_nothing_behind(four: Cluster) -> None:
 
 
 def kept(rank: int) -> int:
-    return len(rumor.process_group._kept)
+    return len(rumor.engines.processes.transport._unclaimed)
 
 
 def test_metrics_count_rounds_bytes_and_waiting(four: Cluster) -> None:

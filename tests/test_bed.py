@@ -21,15 +21,26 @@ import page  # noqa: E402
 import peers  # noqa: E402
 import reached  # noqa: E402
 from bed import LOOPBACK, Bed  # noqa: E402
+from tests import warm  # noqa: E402
 
 HELLO = """
-import os, datetime, torch, torch.distributed as dist
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-total = torch.ones(3) * (dist.get_rank() + 1)
-dist.all_reduce(total)
-assert total.tolist() == [3.0] * 3
-open(os.environ["SAID"] + str(dist.get_rank()), "w").write(os.environ["RUMOR_BED"])
-dist.destroy_process_group()
+import os, socket
+rank, meeting = os.environ["RANK"], (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == "0":
+    with socket.create_server(meeting) as door:
+        door.settimeout(100)
+        caller = door.accept()[0]
+else:
+    for attempt in range(1000):
+        try:
+            caller = socket.create_connection(meeting)
+            break
+        except ConnectionRefusedError:  # the other one has not started yet
+            import time
+            time.sleep(0.1)
+caller.sendall(rank.encode())
+assert caller.recv(1).decode() == str(1 - int(rank))
+open(os.environ["SAID"] + rank, "w").write(os.environ["RUMOR_BED"])
 """
 
 
@@ -42,12 +53,13 @@ def needs_shaping() -> None:
         pytest.skip(f"no shaped network here: {Bed(2, '100mbit').why_not}")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("rate", [LOOPBACK, "100mbit"])
 def test_processes_on_all_hosts_meet(rate: str, tmp_path: Path):
     if rate != LOOPBACK:
         needs_shaping()
     with Bed(2, rate) as bed:
-        bed.run([sys.executable, "-c", HELLO], timeout=60, env={"SAID": str(tmp_path / "rank")})
+        bed.run([sys.executable, "-c", HELLO], timeout=warm.DEADLINE, env={"SAID": str(tmp_path / "rank")})
         if rate != LOOPBACK:
             assert f"rumor{os.getpid()}-h1" in spaces()
     label = "2 processes, loopback, unshaped" if rate == LOOPBACK else "2 hosts, cubic, 100mbit"
@@ -56,23 +68,26 @@ def test_processes_on_all_hosts_meet(rate: str, tmp_path: Path):
         assert f"rumor{os.getpid()}" not in spaces()
 
 
+@pytest.mark.processes
 def test_one_that_fails_ends_all_and_the_bed_is_taken_down():
     needs_shaping()
-    fails = "import os, time; time.sleep(60 if os.environ['RANK'] == '0' else 0); raise SystemExit(7)"
+    fails = "import os, time; time.sleep(600 if os.environ['RANK'] == '0' else 0); raise SystemExit(7)"
     with pytest.raises(RuntimeError, match="host 1 failed with exit code 7"), Bed(2, "100mbit") as bed:
-        bed.run([sys.executable, "-c", fails], timeout=50)
+        bed.run([sys.executable, "-c", fails], timeout=warm.DEADLINE)
     assert f"rumor{os.getpid()}" not in spaces()
 
 
+@pytest.mark.processes
 def test_one_that_is_late_ends_all():
     with pytest.raises(TimeoutError, match="within 2 s"), Bed(2, LOOPBACK) as bed:
-        bed.run([sys.executable, "-c", "import time; time.sleep(60)"], timeout=2)
+        bed.run([sys.executable, "-c", "import time; time.sleep(600)"], timeout=2)
 
 
+@pytest.mark.processes
 def test_a_rate_that_tc_does_not_know_is_one_line():
     needs_shaping()
     command = [sys.executable, str(ROOT / "benchmarks" / "bed.py"), "--hosts", "2", "--rate", "fast", "--", "true"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=warm.DEADLINE)
     assert done.returncode == 1
     assert done.stderr.startswith("bed: tc -n rumor")
     assert "Traceback" not in done.stderr
@@ -90,6 +105,7 @@ def test_examples_of_the_benchmarks_hold(module: ModuleType):
     assert doctest.testmod(module).failed == 0
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -100,22 +116,23 @@ def test_examples_of_the_benchmarks_hold(module: ModuleType):
     ],
 )
 def test_bad_input_is_one_line(arguments: list[str], says: str):
-    done = subprocess.run([sys.executable, *arguments], cwd=ROOT / "benchmarks", capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(arguments, ROOT / "benchmarks")
     assert done.returncode
     assert says in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_bed_whose_process_is_told_to_end_is_taken_down(number: signal.Signals):
     needs_shaping()
     command = [sys.executable, "bed.py", "--hosts", "2", "--rate", "100mbit", "--", "sleep", "60"]
-    bed = subprocess.Popen(command, cwd=ROOT / "benchmarks", restore_signals=True)
-    deadline = time.monotonic() + 30
+    bed = subprocess.Popen(command, cwd=ROOT / "benchmarks", preexec_fn=warm.default_signals)
+    deadline = time.monotonic() + warm.DEADLINE
     while f"rumor{bed.pid}-h1" not in spaces() and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(0.5)
     bed.send_signal(number)
-    assert bed.wait(timeout=30) == 128 + number
+    assert bed.wait(timeout=warm.DEADLINE) == 128 + number
     assert f"rumor{bed.pid}" not in spaces()
 
 
@@ -125,7 +142,7 @@ def test_every_contestant_has_a_limit():
     assert sent["computing alone"] == 0
     assert sent["SGP+SlowMo (fairscale)"] == sent["Gossip-PGA, delay=1"] == 6.5 / 6
     assert sent["DDP, bf16 hook"] == 0.75
-    with pytest.raises(ValueError, match="how much does 'Muon' send"):
+    with pytest.raises(ValueError, match="unknown how much 'Muon' sends"):
         limits.copies_sent("Muon", 4, 6)
 
 

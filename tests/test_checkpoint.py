@@ -5,7 +5,7 @@ import pickle
 import random
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,11 @@ import torch
 from torch import Tensor, nn
 
 import rumor
-import rumor.checkpoint
+import rumor.checkpoint.checkpoint
 from tests.cluster import Cluster
 from tests.problems import ALGORITHMS, N, flat
 
 STEPS, STOP = 14, 8
-
-
-@pytest.fixture(scope="module")
-def three() -> Iterator[Cluster]:
-    cluster = Cluster(3)
-    yield cluster
-    cluster.stop()
 
 
 def parts(name: str, n: int = N) -> tuple[nn.Module, rumor.Averager, torch.optim.Optimizer]:
@@ -118,7 +111,7 @@ def died_while_writing(rank: int, folder: str, how: str, more_steps: int) -> Non
     rumor.save(folder, averager, "first", optimizer=opt)
     train(model, averager, opt, 0, more_steps)
     if rank == 2:
-        rumor.checkpoint.torch.save = no_space if how == "disk full" else last_breath
+        rumor.checkpoint.checkpoint.torch.save = no_space if how == "disk full" else last_breath
     rumor.save(folder, averager, "second", optimizer=opt)
 
 
@@ -159,8 +152,8 @@ def test_the_checkpoint_before_is_intact_when_one_rank_can_not_write(
 
 
 @pytest.mark.parametrize("more_steps", [2, 0])
-def test_the_checkpoint_before_is_intact_when_one_rank_is_killed(four: Cluster, brittle: Cluster, more_steps: int, tmp_path: Path) -> None:
-    for text in brittle.survivors(2, error_of, died_while_writing, str(tmp_path), "killed", more_steps).values():
+def test_the_checkpoint_before_is_intact_when_one_rank_is_killed(four: Cluster, hasty: Cluster, more_steps: int, tmp_path: Path) -> None:
+    for text in hasty.survivors(2, error_of, died_while_writing, str(tmp_path), "killed", more_steps).values():
         assert "writing a checkpoint" in text
         assert "node 2 is lost (its process is gone)" in text
     assert four.run(position_in, str(tmp_path)) == ["first"] * N
@@ -217,7 +210,7 @@ BROKEN = {
     "cut short": r"cut short or damaged.*go back to an earlier checkpoint",
     "empty": r"cut short or damaged",
     "a bit flipped": r"cut short or damaged",
-    "foreign": r"no checkpoint of rumor.save\(\)",
+    "foreign": r"was not written by rumor.save\(\)",
     "code": r"holds more than tensors and plain values, so it is not loaded",
     "plain code": r"cut short or damaged",
     "missing": "must be on storage that all nodes see",
@@ -281,8 +274,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(four: Cluster, 
                 "but the algorithm here is SlowMo",
                 "has no checkpoint after 7 steps, only those after: 3, 4",
                 "optimizer= needs state_dict() and load_state_dict()",
-                "since position holds more than tensors and plain values",
-                "since optimizer holds more than tensors and plain values",
+                "because position holds more than tensors and plain values",
+                "because optimizer holds more than tensors and plain values",
                 "True",
             ],
             said,

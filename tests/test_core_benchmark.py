@@ -1,16 +1,16 @@
-"""`make bench` still fits the engine that it takes the transport out of."""
+"""`make bench` still works with the engine, whose transport it replaces."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+import pytest
+
+from tests import warm
 
 
+@pytest.mark.processes
 def test_the_cost_of_a_step_can_be_measured() -> None:
     command = "import json, core; print(json.dumps(core.averager_cost(repeats=1)))"
-    done = subprocess.run([sys.executable, "-c", command], cwd=BENCHMARKS, capture_output=True, text=True, timeout=115, check=False)
+    done = warm.run(["-c", command], warm.ROOT / "benchmarks")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout.splitlines()[-1])
     assert [row["step"] for row in rows] == ["gossip", "gossip, delay=1", "global average"]

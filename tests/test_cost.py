@@ -144,7 +144,7 @@ def test_a_fast_link_is_for_parallel_sgd() -> None:
     advice = recommend(32, RESNET50.workload, roce)
     assert (advice.method, advice.call) == ("Parallel SGD", "rumor.parallel_sgd(32)")
     assert "exact" in advice.reason
-    assert "fast beside the computation" in advice.reason
+    assert "fast compared with the computation" in advice.reason
 
 
 def test_the_paper_s_own_times_are_for_gossip_pga_over_one_peer() -> None:
@@ -252,8 +252,8 @@ def test_degree_counts_messages_of_the_busiest_node() -> None:
         (lambda: Workload(0, 0.1), "parameters must be a whole number >= 1"),
         (lambda: Workload(10, -0.1), "compute must be finite and not negative"),
         (lambda: Workload(10, 0.1, 0), "bytes_per_parameter"),
-        (lambda: Workload.of(torch.nn.ReLU(), 0.1), "no parameters that train"),
-        (lambda: Measured(0.1, {"hypercube": 0.1}), "'hypercube', which is none of"),
+        (lambda: Workload.of(torch.nn.ReLU(), 0.1), "no parameters that require gradients"),
+        (lambda: Measured(0.1, {"hypercube": 0.1}), "'hypercube', which is not a topology"),
         (lambda: Measured(0.1, {}), "at least one topology"),
         (lambda: predict(0, Workload(10, 0.1), Link(1.0)), "n must be a whole number >= 1, got n=0"),
         (lambda: predict(4, Workload(10, 0.1), Link(1.0), H=0), "H must be a whole number >= 1"),

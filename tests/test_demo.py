@@ -1,7 +1,8 @@
-"""The demo: what a stranger types first. It keeps its promises, and leaves nothing behind when it is stopped."""
+"""The demo does what it says, and leaves no process or file behind when it is stopped."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
@@ -23,11 +24,21 @@ from rumor.cli import main
 from rumor.demo.digits import TO_TRAIN, split_by_label
 from rumor.demo.methods import Method
 from rumor.demo.training import AT_THE_END, Node, watched_steps
+from tests import warm
 from tests.cluster import Cluster
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the demo needs scikit-learn")
 METHODS = ["parallel_sgd", "local_sgd", "gossip_sgd", "gossip_pga", "gossip_aga", "slowmo", "osgp"]
 LABELS = ["Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-AGA", "SlowMo", "OSGP"]
+FORKED = """
+import multiprocessing, sys
+import rumor.demo.processes
+
+rumor.demo.processes.get_context = lambda method: multiprocessing.get_context("fork")  # so that they do not import torch again
+from rumor.cli import main
+
+sys.exit(main())
+"""
 LONG = "--method local_sgd --nodes 2 --steps 8000"  # long enough to be stopped on the way
 
 
@@ -35,16 +46,17 @@ def command(line: str, folder: Path) -> list[str]:
     return [sys.executable, "-m", "rumor", "demo", *line.split(), "--out", str(folder)]
 
 
+@pytest.mark.processes
 def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    line = f"--method {' '.join(METHODS)} --topology one_peer_exponential --nodes 4 --steps 12 --H 3 --seed 5"
-    done = subprocess.run(command(line, tmp_path / "new"), capture_output=True, text=True, timeout=110)
+    line = f"--method {' '.join(METHODS)} --topology one_peer_exponential --nodes 4 --steps 6 --H 3 --seed 5"
+    done = warm.run(["-c", FORKED, "demo", *line.split(), "--out", tmp_path / "new"])
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "new" / "demo.json").read_text())
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["demo.json", "demo.png"]
     assert (tmp_path / "new" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert str(tmp_path / "new" / "demo.png") in done.stdout
-    assert {"nodes": 4, "steps": 12, "H": 3, "seed": 5, "topology": "one_peer_exponential(4)"}.items() <= found["settings"].items()
+    assert {"nodes": 4, "steps": 6, "H": 3, "seed": 5, "topology": "one_peer_exponential(4)"}.items() <= found["settings"].items()
     assert found["machine"]["torch"] == torch.__version__
     assert [row["method"] for row in found["results"]] == METHODS
     for row, label in zip(found["results"], LABELS, strict=True):
@@ -52,12 +64,12 @@ def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: P
         assert shown, done.stdout
         assert float(shown.group(1)) == pytest.approx(100 * row["mean_accuracy"], abs=0.06)
         assert float(shown.group(2)) == pytest.approx(100 * row["worst_accuracy"], abs=0.06)
-        assert [seen["step"] for seen in row["curve"]] == sorted(watched_steps(12))
+        assert [seen["step"] for seen in row["curve"]] == sorted(watched_steps(6))
         assert all(len(seen["node_accuracies"]) == 4 for seen in row["curve"])
         assert f"{label} (" in done.stderr
     by_name = {row["method"]: row for row in found["results"]}
     size = 4 * found["settings"]["parameters"]
-    sent = {name: row["bytes_per_node"] / size / 12 for name, row in by_name.items()}  # models a step; a message has some bytes more
+    sent = {name: row["bytes_per_node"] / size / 6 for name, row in by_name.items()}  # models a step; a message has some bytes more
     assert sent["parallel_sgd"] == pytest.approx(1.5, rel=0.01)
     assert sent["local_sgd"] == pytest.approx(0.5, rel=0.01)
     assert sent["gossip_sgd"] == pytest.approx(1.0, rel=0.01)
@@ -69,7 +81,7 @@ def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: P
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--nodes 1", "--nodes must be a whole number from 2 to 64, each a process, got 1"),
+        ("--nodes 1", "--nodes must be a whole number from 2 to 64 (each node is a process), got 1"),
         ("--nodes 65", "got 65"),
         ("--nodes 2.5", "not a whole number"),
         ("--topology hypercube", "there is no topology 'hypercube': choose from"),
@@ -84,8 +96,8 @@ def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: P
         ("--delay 2", "invalid choice: 2"),
         ("--delay 1 --method local_sgd", "--delay is for gossip_sgd, gossip_pga, gossip_aga, osgp"),
         ("--H 3 --method osgp", "--H is for local_sgd, gossip_pga, slowmo"),
-        ("--out pyproject.toml", "--out pyproject.toml: this folder can't be made or written to"),
-        ("--out /dev/null/here", "this folder can't be made or written to"),
+        ("--out pyproject.toml", "--out pyproject.toml: can't create this folder or write to it"),
+        ("--out /dev/null/here", "can't create this folder or write to it"),
     ],
 )
 def test_wrong_options_end_with_one_line_and_exit_code_2(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,10 +119,12 @@ def test_without_scikit_learn_one_line_says_what_to_install(
     assert capsys.readouterr().err == "rumor demo: error: the demo trains on scikit-learn's digits: pip install 'rumor[demo]'\n"
 
 
+@pytest.mark.processes
 def test_without_matplotlib_there_are_a_table_and_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("rumor.demo.processes.get_context", lambda method: warm.context)
     assert main(["demo", "--method", "gossip_sgd", "--nodes", "2", "--steps", "2", "--delay", "1", "--out", str(tmp_path)]) == 0
     out, error = capsys.readouterr()
     assert "pip install 'rumor[plots]'" in error
@@ -120,7 +134,7 @@ def test_without_matplotlib_there_are_a_table_and_a_file(
 
 
 def descendants(pid: int) -> set[int]:
-    """Processes below pid that still run, whoever their parent is by now."""
+    """Return the processes that `pid` or its children have started and that still run."""
     parent: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -141,7 +155,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until(happens: Callable[[], bool], what: str, seconds: float = 40.0) -> None:
+def wait_until(happens: Callable[[], bool], what: str, seconds: float = warm.DEADLINE) -> None:
     ends = time.monotonic() + seconds
     while not happens():
         assert time.monotonic() < ends, f"not within {seconds:.0f} s: {what}"
@@ -150,13 +164,17 @@ def wait_until(happens: Callable[[], bool], what: str, seconds: float = 40.0) ->
 
 @contextmanager
 def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int], Callable[[], str]]]:
-    """The command at work on a terminal, once its bar has moved; its two workers; and what the terminal shows by the time it has ended."""
+    """Start the command on a terminal and wait until its progress bar moves.
+
+    Yields the process, the ids of its two workers, and a function that waits for the end and returns what the terminal shows.
+    """
     screen, terminal = pty.openpty()
     process = subprocess.Popen(
         command(LONG, folder),
         stdout=subprocess.DEVNULL,
         stderr=terminal,
         start_new_session=True,
+        preexec_fn=warm.default_signals,
         env={**os.environ, "TMPDIR": str(folder.parent)},  # SIGKILL leaves a folder there
     )
     os.close(terminal)
@@ -164,7 +182,7 @@ def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int],
 
     def text() -> str:
         nonlocal shown
-        process.wait(30)
+        process.wait(warm.DEADLINE)
         os.set_blocking(screen, False)
         try:
             while more := os.read(screen, 65536):
@@ -174,7 +192,7 @@ def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int],
         return shown.decode()
 
     try:
-        ends = time.monotonic() + 60
+        ends = time.monotonic() + warm.DEADLINE
         while b"[#" not in shown:
             assert time.monotonic() < ends, shown
             shown += os.read(screen, 65536)
@@ -196,31 +214,33 @@ on_linux = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="look
 
 
 @on_linux
+@pytest.mark.processes
 def test_a_killed_worker_ends_the_demo_with_one_line(tmp_path: Path) -> None:
     with training(tmp_path) as (process, workers, text):
         os.kill(workers[1], signal.SIGKILL)
-        assert process.wait(20) == 1
+        assert process.wait(warm.DEADLINE) == 1
         last = text().rpartition("\r")[0].rpartition("\r")[2]  # a terminal ends lines with \r\n
-        assert last == "rumor demo: error: process 1 of 2 was ended by SIGKILL, so the others were stopped: run it again"
+        assert last == "rumor demo: error: process 1 of 2 was ended by SIGKILL, so the others were stopped: run the demo again"
     assert list(tmp_path.iterdir()) == []
 
 
 @on_linux
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("number", "to_all", "code"),
     [
         (signal.SIGINT, True, 130),
-        (signal.SIGINT, False, 130),
-        (signal.SIGTERM, False, 143),
-        (signal.SIGHUP, False, 129),
+        pytest.param(signal.SIGINT, False, 130, marks=pytest.mark.long),
+        pytest.param(signal.SIGTERM, False, 143, marks=pytest.mark.long),
+        pytest.param(signal.SIGHUP, False, 129, marks=pytest.mark.long),
         (signal.SIGKILL, False, -9),
     ],
 )
 def test_a_stopped_demo_leaves_no_process(tmp_path: Path, number: int, to_all: bool, code: int) -> None:
-    """Ctrl-C on a terminal goes to all processes at once, `kill` to one."""
+    """Ctrl-C on a terminal sends a signal to all processes, `kill` to one."""
     with training(tmp_path) as (process, _, text):
         os.killpg(process.pid, number) if to_all else os.kill(process.pid, number)
-        assert process.wait(20) == code
+        assert process.wait(warm.DEADLINE) == code
         assert "Traceback" not in text()
     assert list(tmp_path.iterdir()) == []
 

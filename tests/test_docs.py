@@ -1,13 +1,15 @@
-"""What the pages and the README tell users to type runs: every block of Python as a script of its own, every difference, every `rumor`
-command; of other commands, what they name is there."""
+"""Everything that the pages and the README tell users to type works.
+
+Every block of Python runs as a script of its own, and so do both sides of every diff and every `rumor` command. Of commands that take
+too long to run, the script and its options exist. `make test` runs all this in forked processes (see warm.py). `make test-all` also runs
+it in new processes, as a user does.
+"""
 
 import ast
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from textwrap import indent
@@ -18,12 +20,13 @@ from torch.distributed.run import get_args_parser
 
 import rumor
 from rumor.cli import main
+from tests import warm
+from tests.integrations import LIBRARIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 LOSS_OF_THE_NODES = r"loss [012]\.\d+; this rank sent [\d,]+ bytes to other nodes\n"  # 20 at the start
-PRINTS = {  # beyond what a ```text block below it shows
+PRINTS = {  # in addition to a ```text block below the script
     "train.py": r"largest error of a weight: 0\.[01]\d*, .*'gossip': 167, 'global': 33.*\n",
     "ddp_inside.py": LOSS_OF_THE_NODES,
     "fsdp_inside.py": LOSS_OF_THE_NODES,
@@ -32,11 +35,16 @@ PRINTS = {  # beyond what a ```text block below it shows
 
 
 class Block(NamedTuple):
-    """A script, and what the page shows of its output: a ```text block that follows it, whose numbers may differ."""
+    """A script, and the output that the page shows in a ```text block below it. Numbers may differ."""
 
     name: str
     script: str
     shown: str | None
+
+    @property
+    def integration(self) -> str | None:
+        """Name of the integration that the script uses, if any."""
+        return next((name for name in LIBRARIES if f"rumor.integrations.{name}" in self.script), None)
 
 
 def python_blocks(page: Path) -> list[Block]:
@@ -52,32 +60,30 @@ def commands(page: Path) -> list[str]:
     return [line for line in lines if line.startswith("rumor ") or (line.startswith("torchrun --standalone") and "-m rumor" in line)]
 
 
-def printed(arguments: list[str], folder: Path) -> str:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(arguments, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-    try:
-        said, complained = process.communicate(timeout=90)
-    except subprocess.TimeoutExpired:
-        process.terminate()  # torchrun then ends its own; killed at once, it would leave them behind
-        said, complained = process.communicate(timeout=20)
-    finally:
-        process.kill()
-    assert process.returncode == 0, complained
-    return said
+def printed(arguments: list[str], folder: Path, processes: int | None = None, as_typed: bool = False, preload: Sequence[str] = ()) -> str:
+    """Return the output of `python ARGUMENTS`, or of torchrun with that many processes."""
+    options = {"preload": preload, "fresh": as_typed}
+    done = warm.torchrun(processes, arguments, folder, **options) if processes else warm.run(arguments, folder, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def without_numbers(text: str) -> str:
     return re.sub(r"-?\d[\d.,]*(e[+-]\d+)?", "#", text)
 
 
+@pytest.mark.processes
+@warm.both_ways
 @pytest.mark.parametrize("block", [block for page in PAGES for block in python_blocks(page)], ids=lambda block: block.name)
-def test_a_block_runs_on_its_own(block: Block, tmp_path: Path) -> None:
-    """A first line with a file's name is that of a script of several processes: as many as it says, else four."""
+def test_a_block_runs_on_its_own(block: Block, as_typed: bool, tmp_path: Path) -> None:
+    """If its first line names a file, the block is a script for torchrun, with as many processes as the line says, or four."""
     (tmp_path / "script.py").write_text(block.script)
     first = block.script.splitlines()[0]
     several = re.match(r"# \w+\.py", first)
     number = re.search(r"--nproc-per-node (\d+)", first)
-    said = printed([*TORCHRUN, number[1] if number else "4", "script.py"] if several else [sys.executable, "script.py"], tmp_path)
+    processes = int(number[1]) if number else 4 if several else None
+    preload = LIBRARIES[block.integration] if block.integration else ()
+    said = printed(["script.py"], tmp_path, processes, as_typed, preload)
     if block.shown is not None:
         assert without_numbers(said) == without_numbers(block.shown)
     assert re.fullmatch(PRINTS.get(block.name, "(?s:.*)"), said), said
@@ -89,9 +95,11 @@ def test_what_is_expected_of_a_block_is_of_one_that_exists() -> None:
     assert set(PRINTS) <= set(names)
 
 
+@pytest.mark.processes
+@warm.both_ways
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
 def test_the_commands_of_a_page_run(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    page: Path, as_typed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copy(ROOT / "docs" / "planning-probe.json", tmp_path / "probe.json")  # for pages that do not measure
     monkeypatch.chdir(tmp_path)
@@ -99,8 +107,12 @@ def test_the_commands_of_a_page_run(
         name, *arguments = shlex.split(line, comments=True)
         if name == "torchrun":
             (tmp_path / "probe.json").unlink()
-            assert printed([sys.executable, "-m", "torch.distributed.run", *arguments], tmp_path)
+            standalone, option, number, *command = arguments
+            assert (standalone, option) == ("--standalone", "--nproc-per-node")
+            assert printed(command, tmp_path, int(number), as_typed)
             assert (tmp_path / "probe.json").exists()
+        elif as_typed:
+            assert printed(["-m", "rumor", *arguments], tmp_path, as_typed=True), line
         else:
             assert main(arguments) in (None, 0), line
             assert capsys.readouterr().out, line
@@ -109,7 +121,7 @@ def test_the_commands_of_a_page_run(
 # ---- differences, and commands that want more hosts, data or time than there is here ----------------------------------------------------
 
 WITH_DIFFS = """
-import sys, torch, rumor
+import sys, torch, torch._dynamo, rumor
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -118,6 +130,7 @@ class Net(nn.Linear):
     def __init__(self):
         super().__init__(5, 1)
 
+torch._dynamo.config.disable = True  # the compiler takes long, and a diff does not depend on it
 dist.init_process_group("gloo")
 rank, device, path, algorithm = dist.get_rank(), "cpu", "model.pt", rumor.gossip_sgd(rumor.ring(2))
 loader, loss_fn = [(torch.randn(4, 5), torch.randn(4, 1)) for _ in range(7)], nn.functional.mse_loss
@@ -135,6 +148,7 @@ dist.destroy_process_group()
 LEFT_OUT = "for x, y in loader:\n    loss = loss_fn(model(x), y); loss.backward()"  # what a diff may write as ...
 
 
+@pytest.mark.processes
 def test_diffs_run_before_and_after(tmp_path: Path) -> None:
     diffs = [(page.stem, block) for page in PAGES for block in re.findall(r"^```diff\n(.*?)^```", page.read_text(), re.S | re.M)]
     assert diffs
@@ -146,11 +160,11 @@ def test_diffs_run_before_and_after(tmp_path: Path) -> None:
             names.append(f"{page}-{number}-{when}.py")
             (tmp_path / names[-1]).write_text("\n".join(LEFT_OUT if line == "..." else line for line in lines) + "\n")
     (tmp_path / "script.py").write_text(WITH_DIFFS)
-    printed(["env", "TORCH_COMPILE_DISABLE=1", *TORCHRUN, "2", "script.py", *names], tmp_path)
+    printed(["script.py", *names], tmp_path, processes=2)
 
 
 def long_commands() -> dict[str, list[str]]:
-    """Of all pages, by the line as it stands there: those that are not run."""
+    """Return the commands of all pages that are not run, by their line on the page."""
     found = {}
     for page in PAGES:
         text = re.sub(r"^```(python|diff)\n.*?^```", "", page.read_text(), flags=re.S | re.M).replace("\\\n", " ")
@@ -162,9 +176,10 @@ def long_commands() -> dict[str, list[str]]:
 
 @lru_cache
 def help_of(script: Path) -> str:
-    return printed([sys.executable, str(script), "--help"], ROOT)
+    return printed([str(script), "--help"], ROOT)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("line", long_commands())
 def test_a_command_that_is_not_run_names_what_there_is(line: str) -> None:
     name, *arguments = long_commands()[line]
@@ -213,7 +228,11 @@ def test_every_public_name_is_in_the_reference() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
     shown = set(re.findall(r"^::: rumor\.([\w.]+)", pages, re.M))
     of_integrations = {name for name in shown if name.startswith("integrations.")}
-    assert {name.split(".")[-1] for name in shown - of_integrations} == set(rumor.__all__)
+    of_extending = {name for name in shown if name.startswith(("methods.", "engines."))}
+    assert {name.split(".")[-1] for name in shown - of_integrations - of_extending} == set(rumor.__all__)
+    assert {name.removeprefix("methods.") for name in of_extending if name.startswith("methods.")} <= set(rumor.methods.__all__)
+    assert {name.removeprefix("engines.") for name in of_extending if name.startswith("engines.")} <= set(rumor.engines.__all__)
+    assert len(of_extending) > 10
     defined = {
         f"integrations.{path.stem}.{node.name}"
         for path in (ROOT / "src" / "rumor" / "integrations").glob("*.py")

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rumor
-from tests.cluster import Cluster
+from tests.cluster import Cluster, bytes_in_use
 from tests.problems import ALGORITHMS, N, flat, network
 
 RING = rumor.ring(N)
@@ -114,7 +114,7 @@ MISTAKES = {
     "in DDP": r"already in DistributedDataParallel over ranks \[0, 1, 2, 3\].*train the plain module",
     "no group": r"local_group= .* needs group= too",
     "not a model": "must be a torch.nn.Module, got SGD",
-    "wrong size, local": r"use local_sgd\(4, H\)",
+    "wrong size, local": r"use local_sgd\(H=...\), which fits any number of nodes",
     "learning rates": r"got lr=\[0.1\]",
     "out of step": "ranks are out of step: rank . was (in averaged|averaging globally)",
     "no loss": r"Gossip-AGA adapts its period to the loss: call step\(loss\)",
@@ -134,7 +134,7 @@ MISTAKES = {
     "frozen on rank 1": r"disagree on the model: .*frozen",
     "more buffers on rank 1": r"disagree on the model: ",
     "shared memory": "parameters a and b share memory but are two Parameters",
-    "inside averaged": r"step\(\) inside averaged\(\), where the model is not this node's own",
+    "inside averaged": r"step\(\) inside averaged\(\), where the model is the mean of all nodes",
     "DDP inside": "already in DistributedDataParallel",
     "compiled DDP": "already in DistributedDataParallel",
     "other algorithm on rank 2": r"disagree on the algorithm: rank 0 has GossipPGA.*rank 2 has SlowMo",
@@ -245,10 +245,10 @@ def torn_checkpoint(rank: int) -> None:
     run(averager, 2)
 
 
-def test_a_torn_checkpoint_is_noticed(brittle: Cluster) -> None:
-    texts = [text for _, text in brittle.errors(torn_checkpoint)]
-    assert "node 2 sent its message of step 1 where this node is at step 0" in texts[1]
-    assert "where this node is at step 1" in texts[2]
+def test_a_torn_checkpoint_is_noticed(hasty: Cluster) -> None:
+    texts = [text for _, text in hasty.errors(torn_checkpoint)]
+    assert "node 2 sent its message of step 1, but this node is at step 0" in texts[1]
+    assert "but this node is at step 1" in texts[2]
 
 
 def rejected(rank: int, dtype: torch.dtype) -> Tensor:
@@ -326,7 +326,7 @@ def part_then_world(rank: int) -> Tensor:
         model[0].weight += rank
     averager.step()
     if rank == 0:
-        rumor.process_group.ProcessGroup(part).metrics  # noqa: B018 (building one alone must do no harm)
+        rumor.ProcessGroup(part).metrics  # noqa: B018 (building one alone must do no harm)
     averager.step()
     return flat(model)
 
@@ -340,42 +340,40 @@ def test_a_rank_may_be_in_several_groups(brittle: Cluster) -> None:
 
 
 def memory(rank: int) -> list[int]:
-    """Bytes that this process holds, as it goes on and on."""
-    model = nn.Linear(2000, 2000)
-    averager = rumor.Averager(model, rumor.gossip_pga(RING, 3, delay=1))
+    """Bytes in use in this process after every 4 steps."""
+    averager = rumor.Averager(nn.Linear(400, 400), rumor.gossip_pga(RING, 3, delay=1))
     held = []
     for _ in range(8):
-        for _ in range(8):
+        for _ in range(4):
             averager.step()
             averager.consensus_distance()
             with averager.averaged():
                 pass
-        with open("/proc/self/statm") as statm:
-            held.append(int(statm.read().split()[1]) * 4096)
+        gc.collect()
+        held.append(bytes_in_use())
     return held
 
 
 def test_memory_does_not_grow(brittle: Cluster) -> None:
     for held in brittle.run(memory):
-        assert held[-1] - held[3] < 60e6, held  # the heap varies by 30 MB; a bucket of 4 MB leaked in each of 32 rounds is 128 MB
+        assert held[-1] - held[3] < 1e6, held  # a bucket of 160 KB that leaks in each of 16 rounds is 2.5 MB
 
 
 def averagers_one_after_the_other(rank: int) -> list[int]:
     """Each is left with receives that were posted ahead, which must stay; what it sent and mixed with need not."""
     held = []
     for _ in range(8):
-        averager = rumor.Averager(nn.Linear(2000, 2000), rumor.gossip_sgd(RING))
+        averager = rumor.Averager(nn.Linear(400, 400), rumor.gossip_sgd(RING))
         averager.step()
         averager.finish()
         del averager
         gc.collect()
-        with open("/proc/self/statm") as statm:
-            held.append(int(statm.read().split()[1]) * 4096)
+        held.append(bytes_in_use())
     return held
 
 
 def test_an_averager_that_is_gone_keeps_no_more_than_the_room_for_what_may_come(brittle: Cluster) -> None:
-    model = 4 * 2000 * 2001
+    model = 4 * 400 * 401
     for held in brittle.run(averagers_one_after_the_other):
         assert held[-1] - held[1] < 6 * 2.5 * model, [round(h / model, 1) for h in held]  # a ring has two neighbours
 
@@ -383,11 +381,10 @@ def test_an_averager_that_is_gone_keeps_no_more_than_the_room_for_what_may_come(
 # ---- a peer that is gone ----------------------------------------------------------------------------------------------------------
 
 
-def step_for_ever(rank: int, name: str, victim: int, beside: str, folder: str) -> tuple[str, float]:
-    """The victim dies before its step 3; the others tell how they fared, and how long it took them to notice."""
+def step_for_ever(rank: int, name: str, victim: int, beside: str, folder: str) -> str:
+    """The victim dies before its step 3; returns the error of each of the others."""
     model = network(torch.float32)
     averager = rumor.Averager(model, ALGORITHMS[name]())
-    began = time.monotonic()
     try:
         for k in averager.join(range(1000)) if beside == "join()" else range(1000):
             if beside == "save()" and k == 3 and rank != victim:
@@ -396,8 +393,8 @@ def step_for_ever(rank: int, name: str, victim: int, beside: str, folder: str) -
                 os.kill(os.getpid(), signal.SIGKILL)
             averager.step(1.0, lr=0.1)
     except ConnectionError as error:
-        return str(error), time.monotonic() - began
-    return "no error", 0.0
+        return str(error)
+    return "no error"
 
 
 @pytest.mark.parametrize(
@@ -411,12 +408,11 @@ def step_for_ever(rank: int, name: str, victim: int, beside: str, folder: str) -
         ("gossip_pga", "save()"),
     ],
 )
-def test_a_dead_peer_is_an_error_within_the_time_out(brittle: Cluster, name: str, beside: str, tmp_path: Path) -> None:
-    for rank, (text, seconds) in brittle.survivors(1, step_for_ever, name, 1, beside, str(tmp_path)).items():
+def test_a_dead_peer_is_an_error_within_the_time_out(hasty: Cluster, name: str, beside: str, tmp_path: Path) -> None:
+    for rank, text in hasty.survivors(1, step_for_ever, name, 1, beside, str(tmp_path)).items():
         (step,) = re.findall(rf"rank {rank} of 4 lost touch with the others while .*(?:at|in or after) step (\d+)", text)
         assert 2 <= int(step) <= 5
         assert "node 1 is lost (its process is gone)" in text
-        assert seconds < 20
 
 
 def skips_a_step(rank: int, skipped: int) -> None:
@@ -428,34 +424,34 @@ def skips_a_step(rank: int, skipped: int) -> None:
 
 
 @pytest.mark.parametrize("skipped", [5, 7], ids=["gossip", "global"])
-def test_a_rank_that_skips_a_step_is_named_before_the_next(brittle: Cluster, skipped: int) -> None:
-    texts = [text for _, text in brittle.errors(skips_a_step, skipped)]
-    assert f"nodes are out of step: node 0 sent its message of step {skipped + 1} where this node is at step {skipped}" in texts[1]
+def test_a_rank_that_skips_a_step_is_named_before_the_next(hasty: Cluster, skipped: int) -> None:
+    texts = [text for _, text in hasty.errors(skips_a_step, skipped)]
+    assert f"nodes are out of step: node 0 sent its message of step {skipped + 1}, but this node is at step {skipped}" in texts[1]
     for rank in (0, 2, 3):
-        assert f"node 1 sent its message of step {skipped} where" in texts[rank] or "lost touch with the others" in texts[rank]
+        assert f"node 1 sent its message of step {skipped}, but" in texts[rank] or "lost touch with the others" in texts[rank]
 
 
-def slow_peer(rank: int) -> tuple[str, float]:
-    model = network(torch.float32)
-    averager = rumor.Averager(model, rumor.gossip_sgd(RING))
-    began = time.monotonic()
+def silent_peer(rank: int, folder: Path) -> str:
+    """Rank 1 builds its Averager and never takes a step, until its neighbours have noticed."""
+    averager = rumor.Averager(network(torch.float32), rumor.gossip_sgd(RING))
     if rank == 1:
-        time.sleep(9)
-        return "slept", 9.0
+        while len(list(folder.iterdir())) < 2:
+            time.sleep(0.05)
+        return "silent"
     try:
         averager.step()
         averager.step()
     except ConnectionError as error:
-        return str(error), time.monotonic() - began
-    return "no error", 0.0
+        (folder / str(rank)).touch()
+        return str(error)
+    return "no error"
 
 
-def test_a_silent_peer_is_an_error_at_the_time_out(brittle: Cluster) -> None:
-    results = brittle.run(slow_peer)
-    for text, seconds in (results[0], results[2]):  # the neighbours of the sleeper
+def test_a_silent_peer_is_an_error_at_the_time_out(hasty: Cluster, tmp_path: Path) -> None:
+    results = hasty.run(silent_peer, tmp_path)
+    for text in (results[0], results[2]):  # its neighbours
         assert "gossiping at step 0 with node" in text
         assert "init_process_group(timeout=...)" in text
-        assert 5 < seconds < 9
 
 
 def dropped(rank: int) -> Tensor:

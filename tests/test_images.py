@@ -32,6 +32,7 @@ from networks.engines import OneOfMany, as_first_says, mean_over_ranks  # noqa: 
 from networks.page import _to_target, filled_in, stores  # noqa: E402
 from networks.runs import Run, tables_of  # noqa: E402
 from networks.store import Finished, Settings, Store  # noqa: E402
+from tests import warm  # noqa: E402
 from tests.cluster import Cluster  # noqa: E402
 from tests.test_accuracy import write_data  # noqa: E402
 
@@ -126,11 +127,11 @@ def test_crops_move_and_flip() -> None:
     assert torch.equal(y[2, -1], x[0, -2])
 
 
-def write_images(path: Path) -> None:
-    """Of two classes, as ImageNet's are laid out."""
+def write_images(path: Path, train: int = 6) -> None:
+    """Write images of two classes, in folders like ImageNet's."""
     from PIL import Image
 
-    for part, count in (("train", 6), ("val", 2)):
+    for part, count in (("train", train), ("val", 2)):
         for label, colour in enumerate(((200, 30, 30), (30, 200, 30))):
             folder = path / part / f"class{label}"
             folder.mkdir(parents=True)
@@ -270,9 +271,9 @@ def test_two_commands_may_write_to_one_file(tmp_path: Path) -> None:
 
 
 DAMAGED = {
-    "lacks or has too many of the columns H, .*weight_decay, worst_node": lambda text: "table,method\n7,Local SGD\n",
-    "lacks or has too many of the columns H, accuracy, ": lambda text: "",
-    "lacks or has too many of the columns more": lambda text: text.replace(",device", ",device,more"),
+    "has missing or unknown columns, H, .*weight_decay, worst_node": lambda text: "table,method\n7,Local SGD\n",
+    "has missing or unknown columns, H, accuracy, ": lambda text: "",
+    "has missing or unknown columns, more": lambda text: text.replace(",device", ",device,more"),
     "line 2 is damaged": lambda text: text.rstrip("\n"),
     "found.csv, line 2 is damaged": lambda text: text.rsplit(",", 2)[0] + "\n",
 }
@@ -306,9 +307,11 @@ def test_how_many_seeds_reach_the_target_is_said() -> None:
     assert _to_target(replace(seeds, curves=(curves[0], curves[1], curves[1])), 0.9) == "1 of 3"
 
 
-def start(*arguments: str, under: tuple[str, ...] = (sys.executable,)) -> subprocess.CompletedProcess[str]:
-    command = [*under, str(ROOT / "experiments" / "image_classification.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+STUDY = ROOT / "experiments" / "image_classification.py"
+
+
+def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return warm.run([STUDY, *arguments])
 
 
 def rows_of(path: Path) -> list[dict[str, str]]:
@@ -319,6 +322,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 TOY = ("--net", "tiny", "--table", "quick", "--epochs", "1", "--batch", "8", "--device", "cpu", "--seeds", "1")
 
 
+@pytest.mark.processes
 def test_a_toy_study_and_again_without_running(tmp_path: Path) -> None:
     write_data(tmp_path)
     arguments = ("--data", str(tmp_path), *TOY, "--out", str(tmp_path / "found.csv"))
@@ -338,16 +342,16 @@ def test_a_toy_study_and_again_without_running(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    ("--method", "Local"): "--method Local: table quick has Parallel SGD, Local SGD, ",
-    ("--seeds", "0"): "argument --seeds: 0: a number of at least 1 needed",
-    ("--lr", "nan"): "argument --lr: nan: a number above 0 needed",
-    ("--minutes", "-1"): "argument --minutes: -1: a number above 0 needed",
-    ("--label-smoothing", "2"): "argument --label-smoothing: 2: a number from 0 to below 1 needed",
+    ("--method", "Local"): "--method Local: not in table quick, which has Parallel SGD, Local SGD, ",
+    ("--seeds", "0"): "argument --seeds: must be a whole number >= 1, got 0",
+    ("--lr", "nan"): "argument --lr: must be a number > 0, got nan",
+    ("--minutes", "-1"): "argument --minutes: must be a number > 0, got -1",
+    ("--label-smoothing", "2"): "argument --label-smoothing: must be a number >= 0 and < 1, got 2",
     ("--batch", "1"): "--batch 1: BatchNorm needs at least 2 images",
-    ("--out", "."): "--out .: a file is needed",
-    ("--out", "/dev/null/found.csv"): "--out /dev/null/found.csv: a file is needed",
-    ("--nodes", "500"): "error: 500 nodes x --batch 8 are more than there is to train on (",
-    ("--data", "nowhere"): "error: nowhere has no images that are known here",
+    ("--out", "."): "--out .: give a file in a folder that you can write to",
+    ("--out", "/dev/null/found.csv"): "--out /dev/null/found.csv: give a file in a folder that you can write to",
+    ("--nodes", "500"): "error: 500 nodes x --batch 8 are more than the ",
+    ("--data", "nowhere"): "error: nowhere has no known data set",
 }
 
 
@@ -367,7 +371,7 @@ def test_ranks_that_would_each_simulate_all_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         image_classification.parse(["--data", "."])
-    assert "say --engine processes, or leave out torchrun" in capsys.readouterr().err
+    assert "use --engine processes, or start it without torchrun" in capsys.readouterr().err
 
 
 def test_ctrl_c_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +382,7 @@ def test_ctrl_c_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     write_data(tmp_path)
     monkeypatch.setattr(image_classification.Runner, "__call__", pressed)
-    with pytest.raises(SystemExit, match=r"stopped: what was finished is in .*found\.csv, and is not run again"):
+    with pytest.raises(SystemExit, match=r"stopped: the finished runs are in .*found\.csv, and are not run again"):
         image_classification.main(["--data", str(tmp_path), *TOY, "--out", str(tmp_path / "found.csv")])
     assert [row["method"] for row in rows_of(tmp_path / "found.csv")] == ["Parallel SGD"]
 
@@ -394,20 +398,21 @@ def test_examples_in_the_studies_are_true(path: Path) -> None:
     assert doctest.testmod(importlib.import_module(f"{path.parent.name}.{path.stem}")).failed == 0
 
 
-TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-OWN_RESULTS = 'exec "$0" "$@" --out "$FOLDER/$RANK.csv"'
+WITH_RESULTS_OF_ITS_OWN = """
+import os, runpy, sys
+sys.argv = [*sys.argv[1:], "--out", os.path.join(os.environ["FOLDER"], os.environ["RANK"] + ".csv")]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
-def test_real_processes_train_as_the_simulator_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.processes
+def test_real_processes_train_as_the_simulator_does(tmp_path: Path) -> None:
     """And run what the first rank has not, though the other one sees results (the simulator's) of every run."""
-    write_data(tmp_path)
-    monkeypatch.setenv("FOLDER", str(tmp_path))
-    arguments = ("--data", str(tmp_path), *TOY, "--nodes", "2", "--timeout", "20")
-    ranks = (*TWO_RANKS, "--no-python", "bash", "-c", OWN_RESULTS)
-    for done in (
-        start(*arguments, "--out", str(tmp_path / "1.csv")),
-        start(*arguments, "--engine", "processes", under=(*ranks, sys.executable)),
-    ):
+    write_data(tmp_path, train=160, test=40)
+    arguments = ("--data", str(tmp_path), *TOY, "--nodes", "2", "--timeout", "100")
+    ranks = ["-c", WITH_RESULTS_OF_ITS_OWN, STUDY, *arguments, "--engine", "processes"]
+    for done in (start(*arguments, "--out", str(tmp_path / "1.csv")), warm.torchrun(2, ranks, env={"FOLDER": str(tmp_path)})):
         assert done.returncode == 0, done.stderr
     simulated, real = ({row["method"]: float(row["loss"]) for row in rows_of(tmp_path / f"{name}.csv")} for name in (1, 0))
     assert len(simulated) == 5
@@ -416,22 +421,12 @@ def test_real_processes_train_as_the_simulator_does(tmp_path: Path, monkeypatch:
         assert loss == pytest.approx(simulated[method], rel=2e-3), method
 
 
+@pytest.mark.processes
 def test_real_processes_train_resnet50_on_a_folder_of_images(tmp_path: Path) -> None:
-    write_images(tmp_path / "photos")
-    arguments = (
-        "--data",
-        str(tmp_path / "photos"),
-        "--net",
-        "resnet50",
-        "--table",
-        "9",
-        "--method",
-        "Gossip-PGA",
-        "--out",
-        str(tmp_path / "1.csv"),
-    )
-    small = ("--seeds", "1", "--epochs", "1", "--batch", "3", "--device", "cpu", "--timeout", "60")
-    done = start(*arguments, *small, "--engine", "processes", under=TWO_RANKS)
+    write_images(tmp_path / "photos", train=4)
+    what = ["--data", tmp_path / "photos", "--net", "resnet50", "--table", "9", "--method", "Gossip-PGA", "--out", tmp_path / "1.csv"]
+    small = ["--seeds", "1", "--epochs", "1", "--batch", "2", "--device", "cpu", "--timeout", "100"]
+    done = warm.torchrun(2, [STUDY, *what, *small, "--engine", "processes"])
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(tmp_path / "1.csv")
     assert (row["method"], row["nodes"], row["steps"], row["net"], row["data"]) == (

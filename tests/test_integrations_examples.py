@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.integrations import ROOT, environment, run, torchrun
+from tests import warm
+from tests.integrations import ROOT, run, torchrun
 
 EXAMPLES = ROOT / "examples"
 
 
+@pytest.mark.processes
 def test_from_ddp_in_three_changed_lines(tmp_path: Path) -> None:
     lines = (EXAMPLES / "from_ddp.py").read_text().split('"""', 2)[2].splitlines()
     changed = [line.strip() for line in lines if "rumor" in line or "averager" in line]
@@ -25,18 +27,27 @@ def test_from_ddp_in_three_changed_lines(tmp_path: Path) -> None:
     assert accuracies[-1] > 85 > accuracies[0]
 
 
-@pytest.mark.parametrize(("name", "bound"), [("lightning_callback", 0.1), ("huggingface_trainer", 0.5), ("accelerate_loop", 0.1)])
-def test_an_example_learns(tmp_path: Path, name: str, bound: float) -> None:
-    said = torchrun(EXAMPLES / f"{name}.py", folder=tmp_path)
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("name", "bound", "integration"),
+    [
+        ("lightning_callback", 0.1, "lightning"),
+        ("huggingface_trainer", 0.5, "huggingface"),
+        ("accelerate_loop", 0.1, "huggingface"),
+    ],
+)
+def test_an_example_learns(tmp_path: Path, name: str, bound: float, integration: str) -> None:
+    said = torchrun(EXAMPLES / f"{name}.py", folder=tmp_path, integration=integration)
     (loss,) = re.findall(r"loss of the mean model: ([\d.]+)", said)
     assert float(loss) < bound
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.processes
+@pytest.mark.timeout(400)
 def test_ray_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be written to the home folder
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    said = run([str(EXAMPLES / "ray_train.py")], tmp_path, deadline=220)
+    said = run([str(EXAMPLES / "ray_train.py")], tmp_path, deadline=360)
     error = re.search(r"largest error of a weight: ([\d.]+), bytes sent: [\d,]+", said)
     assert error, said
     assert float(error.group(1)) < 0.05
@@ -60,7 +71,12 @@ def test_the_slurm_script_hands_torchrun_what_slurm_says(tmp_path: Path) -> None
     slurm = {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "17"}
     path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", str(EXAMPLES / "slurm.sh")], env={**environment(), **slurm, **path}, capture_output=True, text=True, timeout=20, check=True
+        ["bash", str(EXAMPLES / "slurm.sh")],
+        env={**warm.environment(), **slurm, **path},
+        capture_output=True,
+        text=True,
+        timeout=20,
+        check=True,
     )
     rendezvous = "--rdzv-id 17 --rdzv-backend c10d --rdzv-endpoint host-a:29500"
     assert done.stdout.split() == f"--nnodes 2 --nproc-per-node 4 {rendezvous} examples/from_ddp.py".split()
@@ -94,14 +110,16 @@ def test_the_kubernetes_job_finds_its_pods() -> None:
     assert (ROOT / container["command"][-1]).exists()
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("name", "library"), [("lightning", "lightning"), ("huggingface", "transformers")])
 def test_a_library_that_is_missing_is_named_with_the_extra_that_brings_it(name: str, library: str, tmp_path: Path) -> None:
     lines = [f"import sys; sys.modules['{library}'] = None", "try:", f"    import rumor.integrations.{name}"]
     source = "\n".join([*lines, "except ImportError as error:", "    print(error)"])
-    said = run(["-c", source], tmp_path)
-    assert said.endswith(f"rumor.integrations.{name} needs pip install 'rumor[{name}]'\n"), said
+    done = warm.run(["-c", source], tmp_path)
+    assert done.stdout.endswith(f"rumor.integrations.{name} needs pip install 'rumor[{name}]'\n"), done
 
 
+@pytest.mark.processes
 def test_importing_rumor_imports_none_of_them(tmp_path: Path) -> None:
     libraries = ["lightning", "transformers", "accelerate", "ray", "tensorboard", "safetensors"]
     run(["-c", f"import sys, rumor, rumor.integrations; assert not set({libraries}) & set(sys.modules)"], tmp_path)

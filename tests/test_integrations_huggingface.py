@@ -10,10 +10,11 @@ from safetensors.torch import load_file
 
 from tests.integrations import flat, folder_after, network
 
+pytestmark = pytest.mark.processes
 Ranks = list[dict[str, Any]]
 
 
-folder = folder_after("integrations_huggingface.py")
+folder = folder_after("integrations_huggingface.py", "huggingface")
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +59,9 @@ def test_evaluation_and_checkpoints_are_of_the_mean_model(ranks: Ranks, folder: 
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("Trainer", r"in a Trainer that puts the model into DistributedDataParallel.*: use rumor.integrations.huggingface.RumorTrainer"),
-        ("no callback", r"this Trainer has 0 RumorCallbacks: give it callbacks=\[RumorCallback\(algorithm\)\]"),
-        ("lost", r"rumor_\d.pt, which this rank needs to resume, is not there: .*resume_from_mean=True"),
+        ("Trainer", r"this Trainer wraps the model in DistributedDataParallel.*: use rumor.integrations.huggingface.RumorTrainer"),
+        ("no callback", r"this Trainer has 0 RumorCallbacks.*: pass callbacks=\[RumorCallback\(algorithm\)\]"),
+        ("lost", r"not rumor_\d.pt, which this rank needs to resume: .*resume_from_mean=True"),
         ("cut", r"rumor_2.pt is cut short or damaged, so it can't be loaded: go back to an earlier checkpoint"),
         ("prepare", r"already in DistributedDataParallel over ranks \[0, 1, 2, 3\].*: take it out"),
     ],

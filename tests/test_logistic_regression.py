@@ -20,13 +20,14 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
 from logistic import figures, page, problem, run, store, tables, transient  # noqa: E402
+from tests import warm  # noqa: E402
 
 SCRIPT = ROOT / "experiments" / "logistic_regression.py"
 COLUMNS = ["method", "topology", "n", "H", "iid", "T_tr_1", "T_tr_025", "ratio_9500"]
 
 
 def study(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=100)
+    return warm.run([SCRIPT, *arguments])
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -169,8 +170,7 @@ def test_one_average_of_gossip_leaves_the_error_of_the_mean(small: problem.Probl
     walk = run.Walk(small, [rumor.gossip_sgd(rumor.ring(6))], 2)
     draw = torch.Generator().manual_seed(0)
     walk.walk(0, torch.randint(300, (12, 2, 6), generator=draw, dtype=torch.int16)[:11], torch.full((11,), 0.2, dtype=torch.float64))
-    engine, buckets = rumor.Stacked(6), run.Leaves([walk.X[0]])
-    walk.methods[0].algorithm.finish(buckets, run.NO_BUFFERS, walk.methods[0].parts[0][1], engine)
+    walk.methods[0].algorithm.finish(*walk.methods[0].parts[0])
     left = (walk.X[0] - small.minimizer).square().sum(-1).mean(-1)
     assert torch.allclose(left, result.mean_error[1])
 
@@ -293,6 +293,7 @@ def test_every_figure_has_the_papers_curves():
             assert curve.algorithm.topology.name.startswith(f"{curve.row['topology']}({curve.setting.n}")
 
 
+@pytest.mark.processes
 def test_one_panel_agrees_with_the_reference(panel: Path):
     rows = read(panel / "figure-1.csv")
     assert list(rows[0]) == COLUMNS
@@ -309,6 +310,7 @@ def test_one_panel_agrees_with_the_reference(panel: Path):
     assert (panel / "figure-1.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.processes
 def test_a_finished_run_is_not_run_again(panel: Path):
     before = {path: path.stat().st_mtime_ns for path in (panel / "runs").iterdir()}
     table = (panel / "figure-1.csv").read_text()
@@ -321,6 +323,7 @@ def test_a_finished_run_is_not_run_again(panel: Path):
     assert sum(path.stat().st_mtime_ns != before[path] for path in (panel / "runs").iterdir()) == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -345,6 +348,7 @@ def test_wrong_input_ends_with_one_line(arguments: list[str], says: str, tmp_pat
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.processes
 def test_a_folder_that_cannot_be_is_refused_before_the_run(tmp_path: Path):
     (tmp_path / "file").write_text("")
     done = study("--figure", "1", "--n", "20", "--out", str(tmp_path / "file"))
@@ -352,6 +356,7 @@ def test_a_folder_that_cannot_be_is_refused_before_the_run(tmp_path: Path):
     assert "give a folder" in done.stderr.strip().splitlines()[-1]
 
 
+@pytest.mark.processes
 def test_a_run_that_was_cut_short_is_run_again(panel: Path):
     cut = next(path for path in (panel / "runs").iterdir() if "gossip_pga" in path.name)
     whole, table = cut.read_bytes(), (panel / "figure-1.csv").read_text()
@@ -367,22 +372,25 @@ def test_other_data_is_another_run(tmp_path: Path):
     assert kept[0].path(curve) != kept[1].path(curve)
 
 
+@pytest.mark.processes
 def test_an_interrupt_ends_it_at_once_and_keeps_what_is_finished(tmp_path: Path):
-    command = [sys.executable, str(SCRIPT), "--figure", "1", "--trials", "50", "--jobs", "2", "--out", str(tmp_path), "--no-pictures"]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    command = [sys.executable, str(SCRIPT), "--figure", "1", "--trials", "30", "--jobs", "2", "--out", str(tmp_path), "--no-pictures"]
+    running = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=warm.default_signals
+    )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + warm.DEADLINE
         while not list(tmp_path.glob("runs/*-50-*.npz")):  # n = 50 is done, n = 100 and n = 20 are not
             assert time.monotonic() < deadline
             assert running.poll() is None
             time.sleep(0.05)
         os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to all of its processes
-        _, said = running.communicate(timeout=20)
+        _, said = running.communicate(timeout=warm.DEADLINE)
     finally:
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
     assert running.returncode == 1
-    assert "goes on from the runs that are finished" in said
+    assert "to continue after the finished runs" in said
     assert "Traceback" not in said
     assert not list(tmp_path.glob("runs/*-100-*.npz"))
     assert not list(tmp_path.glob("runs/.*"))

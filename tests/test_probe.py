@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ import pytest
 from rumor.cli import main
 from rumor.cost import TOPOLOGIES
 from rumor.probe import Probe, Timing
+from tests import warm
 
 MODEL = """
 import os, time, torch
@@ -47,15 +46,14 @@ def broken_on_one_rank():
 
 
 def probe(n: int, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "-m", "rumor", "probe"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*torchrun, *arguments], cwd=folder, capture_output=True, text=True, timeout=90, env=environment)
+    return warm.torchrun(n, ["-m", "rumor", "probe", *arguments], folder)
 
 
+@pytest.mark.processes
 def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = probe(4, ["--parameters", "50k", "--batch", "4", "--repeats", "3", "--out", "found.json"], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "a stand-in: --model times your own" in done.stdout
+    assert "a stand-in: use --model for your own" in done.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["n"], found["backend"], found["device"], found["bytes_per_parameter"]) == (4, "gloo", "cpu", 4)
@@ -79,6 +77,7 @@ def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys:
     assert plan("--compute 100s --bandwidth 400Gbit/s")["recommendation"]["method"] == "Parallel SGD"
 
 
+@pytest.mark.processes
 def test_a_model_of_one_s_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     done = probe(2, ["--model", "mine.py:build", "--repeats", "2", "--json"], tmp_path)
@@ -89,6 +88,7 @@ def test_a_model_of_one_s_own(tmp_path: Path) -> None:
     assert found["ddp"] is None  # step() takes no model
 
 
+@pytest.mark.processes
 def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     done = probe(2, ["--model", "mine.py:slow_on_one_rank", "--repeats", "2", "--json"], tmp_path)
@@ -96,6 +96,7 @@ def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["compute"]["fastest"] >= 0.3
 
 
+@pytest.mark.processes
 def test_an_error_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     done = probe(2, ["--model", "mine.py:broken_on_one_rank"], tmp_path)
@@ -107,6 +108,7 @@ def test_an_error_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "probe.json").exists()
 
 
+@pytest.mark.processes
 def test_a_rank_that_is_stuck_ends_all_at_the_time_out(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     done = probe(2, ["--model", "mine.py:stuck_on_one_rank", "--timeout", "2s"], tmp_path)

@@ -13,6 +13,7 @@ from tests.problems import ALGORITHMS, OPTIMIZERS, N, batches, decayed, flat, lo
 
 STEPS = 22
 STOPS = [1, 7, 13]  # in the middle of a period, and of the adaptive runs' warm-up; with delay 1 a message is always in flight
+AFTER = 9  # steps from a stop to the end of the comparison; the longest period is 8
 
 
 def network() -> nn.Module:
@@ -32,22 +33,22 @@ def train(model: nn.Module, averager: rumor.Averager, opt: torch.optim.Optimizer
     return torch.cat([flat(model), *(b.reshape(-1).float() for b in model.buffers())])
 
 
-def uninterrupted(rank: int, folder: Path) -> dict[str, Tensor]:
-    """Runs every algorithm to the end, leaving a checkpoint at each stop."""
+def uninterrupted(rank: int, folder: Path) -> dict[tuple[str, int], Tensor]:
+    """Runs every algorithm to the end, leaving a checkpoint at each stop. The models AFTER steps from each stop, by algorithm and stop."""
     ends = {}
     for name, build in ALGORITHMS.items():
         model = network()
         averager = rumor.Averager(model, build())
         opt = OPTIMIZERS["nesterov"](model.parameters())
         first = 0
-        for stop in STOPS:
-            train(model, averager, opt, rank, first, stop)
-            state = {"model": model.state_dict(), "optimizer": opt.state_dict(), "averager": averager.state_dict()}
-            path = folder / f"{name}-{stop}-{rank}.pt"
-            torch.save(state, path.with_suffix(".tmp"))
-            os.replace(path.with_suffix(".tmp"), path)
-            first = stop
-        ends[name] = train(model, averager, opt, rank, first, STEPS)
+        for last in sorted({*STOPS, *(stop + AFTER for stop in STOPS)}):
+            ends[name, last - AFTER] = train(model, averager, opt, rank, first, last)
+            if last in STOPS:
+                state = {"model": model.state_dict(), "optimizer": opt.state_dict(), "averager": averager.state_dict()}
+                path = folder / f"{name}-{last}-{rank}.pt"
+                torch.save(state, path.with_suffix(".tmp"))
+                os.replace(path.with_suffix(".tmp"), path)
+            first = last
         averager.finish()
     return ends
 
@@ -64,7 +65,7 @@ def resumed(rank: int, folder: Path, stop: int) -> dict[str, Tensor]:
         opt.load_state_dict(state["optimizer"])
         averager.load_state_dict(state["averager"])
         assert sum(averager.metrics.rounds.values()) == stop
-        ends[name] = train(model, averager, opt, rank, stop, STEPS)
+        ends[name] = train(model, averager, opt, rank, stop, stop + AFTER)
         averager.finish()
     return ends
 
@@ -76,7 +77,7 @@ def test_resume_matches_uninterrupted_bitwise(four: Cluster, tmp_path: Path) -> 
         for stop in STOPS:
             for rank, ends in enumerate(fresh.run(resumed, tmp_path, stop)):
                 for name in ALGORITHMS:
-                    assert torch.equal(ends[name], expected[rank][name]), f"{name}, stopped at step {stop}, rank {rank}"
+                    assert torch.equal(ends[name], expected[rank][name, stop]), f"{name}, stopped at step {stop}, rank {rank}"
     finally:
         fresh.stop()
 
@@ -85,6 +86,7 @@ def test_the_stops_fall_where_they_should() -> None:
     aga = ALGORITHMS["gossip_aga"]()
     assert aga.schedule.warmup == 9, "stops 1 and 7 are within the warm-up, 13 is after it"
     assert all(stop % 3 for stop in STOPS), "periods of 3 are cut"
+    assert max(STOPS) + AFTER == STEPS
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -122,7 +124,7 @@ def test_a_foreign_state_is_refused() -> None:
     with pytest.raises(ValueError, match=r"this state is of SlowMo\(.*, but the algorithm here is GossipPGA\("):
         sims[0].load_state_dict(sims[1].state_dict())
     for foreign in ({}, {"weight": torch.zeros(2)}, None):
-        with pytest.raises(ValueError, match="not a state of Rumor's"):
+        with pytest.raises(ValueError, match="not a state of the Simulator"):
             sims[0].load_state_dict(foreign)  # type: ignore[arg-type]
     larger = rumor.Simulator(nn.Linear(50, 5), ALGORITHMS["slowmo"]())
     with pytest.raises(ValueError, match="this state is of another model: its parameters are"):

@@ -2,7 +2,6 @@
 
 import copy
 import csv
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -18,6 +17,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 from networks.engines import Simulated  # noqa: E402
 from networks.page import rates_table  # noqa: E402
 from networks.store import Finished, Settings, Store  # noqa: E402
+from tests import warm  # noqa: E402
 from text.data import GUESSES, LENGTH, Sequences, Special, articles, masked, tokens  # noqa: E402
 from text.lamb import Lamb  # noqa: E402
 from text.study import PARALLEL, PGA, TABLES  # noqa: E402
@@ -166,7 +166,7 @@ def test_riddles_are_as_berts() -> None:
 
 
 def test_too_little_text_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 128 needed"):
+    with pytest.raises(ValueError, match="at least 128 are needed"):
         Sequences.of(np.zeros(1000, np.uint16), Special(2, 3, 4, 30))
 
 
@@ -221,16 +221,18 @@ def test_learning_rates_are_compared_where_there_are_most_seeds(tmp_path: Path) 
     assert pga == ["Gossip-PGA", "3.600 ± 0.100 (3)", "3.200 ± 0.000 (3)", "4.000 (1)", "+0.100", "0.225"]  # t = sqrt(3), 2 degrees
 
 
+@pytest.mark.processes
 def test_a_toy_study_on_both_engines(tmp_path: Path) -> None:
     write_text(tmp_path / "books", 900)
     words = vocabulary(tmp_path)
     losses = []
-    for engine, under in (("simulated", ()), ("processes", ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"))):
+    for engine in ("simulated", "processes"):
         out = tmp_path / f"{engine}.csv"
-        options = ["--data", tmp_path / "books", "--vocabulary", words, "--cache", tmp_path / "cache", "--engine", engine, "--out", out]
-        options += ["--quick", "--nodes", "2", "--steps", "6", "--batch", "4", "--device", "cpu"]
-        command = [sys.executable, *under, ROOT / "experiments" / "language_modeling.py", *options]
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=115, check=False)
+        command = [ROOT / "experiments" / "language_modeling.py", "--engine", engine, "--out", out]
+        command += ["--data", tmp_path / "books", "--vocabulary", words, "--cache", tmp_path / "cache"]
+        command += ["--quick", "--nodes", "2", "--steps", "6", "--batch", "4", "--device", "cpu"]
+        heavy = ["tokenizers", "transformers.models.bert.modeling_bert"]
+        done = warm.run(command, preload=heavy) if engine == "simulated" else warm.torchrun(2, command, preload=heavy)
         assert done.returncode == 0, done.stderr
         with out.open(newline="") as file:
             losses.append({row["method"]: float(row["loss"]) for row in csv.DictReader(file)})

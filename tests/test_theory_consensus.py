@@ -10,17 +10,18 @@ from torch import Tensor
 
 import rumor
 from rumor import theory
-from rumor.engine import Leaves
+from rumor.engines import StackedBuckets
+from rumor.methods import Nodes
 
 
 def run(algorithm: rumor.GossipPGA, X: Tensor, steps: int, lr: float, gradient: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
     """X^(0), X^(1), ..., each [trials, n, d], in place: look at them, don't keep them."""
-    engine, leaves = rumor.Stacked(X.shape[-2]), Leaves([X])
-    state = algorithm.start(leaves, engine)
+    nodes = Nodes(StackedBuckets([X]), StackedBuckets([]), rumor.Stacked(X.shape[-2]))
+    state = algorithm.start(nodes)
     for _ in range(steps):
         yield X
         X.sub_(gradient(X), alpha=lr)
-        algorithm.step(leaves, Leaves([]), state, engine, None, None)
+        algorithm.step(nodes, state)
     yield X
 
 

@@ -1,1 +1,1 @@
-"""The image study: data, networks, training on either engine, tables and pictures. See ../image_classification.py."""
+"""The image study: data, networks, training and tables. See ../image_classification.py."""

@@ -1,7 +1,8 @@
-"""Convolutions of all nodes at once, each node with weights of its own: under `torch.func.vmap` one kernel, where cuDNN would run groups.
+"""Convolutions of all nodes at once, where each node has its own weights. Under `torch.func.vmap` they run as one kernel.
 
-Channels come last: x [B, H, W, C] of a node, w [O, K, K, C]. On a GPU with Triton the three products (y, and the gradients of x and w) are
-implicit matrix products in tiles, a grid of them for every node. Elsewhere the nodes take turns with torch's own convolution.
+cuDNN would run a grouped convolution. Channels come last: x [B, H, W, C] and w [O, K, K, C] for one node. On a GPU with Triton the three
+products (y, and the gradients of x and w) are implicit matrix products in tiles, with a grid of tiles for every node. Elsewhere torch's own
+convolution runs node by node.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.nn import functional
 
 
 def convolution(x: Tensor, w: Tensor, padding: int) -> Tensor:
-    """Stride 1. x [B, H, W, C], w [O, K, K, C]; under vmap, of every node."""
+    """A convolution with stride 1 of x [B, H, W, C] and w [O, K, K, C]. Under vmap it runs for every node."""
     result: Tensor = _one(x, w, padding)
     return result
 
@@ -38,7 +39,7 @@ def _forward(x: Tensor, w: Tensor, padding: int) -> Tensor:
         from images import kernels
 
         return kernels.forward(x, w, padding)
-    return _in_turn(x, w, padding)
+    return _node_by_node(x, w, padding)
 
 
 @_forward.register_fake
@@ -49,14 +50,14 @@ def _(x: Tensor, w: Tensor, padding: int) -> Tensor:
 
 @torch.library.custom_op("rumor_images::gradient_of_x", mutates_args=())
 def _gradient_of_x(g: Tensor, w: Tensor, padding: int) -> Tensor:
-    """A convolution of g with the weights turned around, input and output channels swapped."""
+    """The gradient of x: a convolution of g with the flipped weights, with input and output channels swapped."""
     g, w = g.contiguous(), w.contiguous()
     wider = w.shape[2] - 1 - padding
     if _has_kernels(g):
         from images import kernels
 
         return kernels.forward(g, w, wider, turned=True)
-    return _in_turn(g, w.flip(2, 3).permute(0, 4, 2, 3, 1), wider)
+    return _node_by_node(g, w.flip(2, 3).permute(0, 4, 2, 3, 1), wider)
 
 
 @_gradient_of_x.register_fake
@@ -87,7 +88,7 @@ def _nchw(x: Tensor) -> Tensor:
     return x.permute(0, 3, 1, 2)
 
 
-def _in_turn(x: Tensor, w: Tensor, padding: int) -> Tensor:
+def _node_by_node(x: Tensor, w: Tensor, padding: int) -> Tensor:
     rows = [functional.conv2d(_nchw(a), _nchw(b), padding=padding).permute(0, 2, 3, 1) for a, b in zip(x, w, strict=True)]
     return torch.stack(rows).contiguous()
 
@@ -107,7 +108,7 @@ def _gradients(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, None]
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
-# ---- one node: what vmap turns into the above -------------------------------------------------------------------------------------------
+# ---- one node: vmap turns these into the operators above --------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("rumor_images::convolution", mutates_args=())

@@ -1,4 +1,4 @@
-"""Images and their labels: CIFAR-10 and Fashion-MNIST in a device's memory, folders such as ImageNet's from disk."""
+"""Images and labels: CIFAR-10 and Fashion-MNIST in the memory of a device, and folders such as ImageNet's on disk."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from images import idx
 Batch = tuple[Tensor, Tensor]  # [nodes, B, H, W, C] and [nodes, B]
 CIFAR = (*(f"data_batch_{b}.bin" for b in range(1, 6)), "test_batch.bin")
 SIDE, CHANNELS = 32, 3
-BORDER = 4  # pixels that a crop may be off
-SAMPLE = 5_000  # images that mean and deviation are taken of
-AT_ONCE = 2_000  # test images
+BORDER = 4  # pixels that a crop may be shifted by
+SAMPLE = 5_000  # images for the mean and standard deviation
+AT_ONCE = 2_000  # test images per batch
 
 
 class Data(Protocol):
-    """What training asks for. Pixels are bytes until `normalised`."""
+    """A data set for training. Pixels are bytes; `Scale` normalises them."""
 
     name: str
     labels: Tensor  # of the training images
@@ -31,25 +31,27 @@ class Data(Protocol):
     device: torch.device
 
     def take(self, order: Tensor, nodes: Sequence[int], seed: int) -> Iterator[Batch]:
-        """Training images, cropped and flipped at random, in that order [steps, n, B]: a batch a step, of those nodes. What chance does to
-        a node's images depends on the seed alone, not on who else is asked for."""
+        """Yields training images in the given order [steps, n, B], one batch per step, for the given nodes.
+
+        Images are cropped and flipped at random. The random changes of a node's images depend on the seed only, not on the other nodes.
+        """
         ...
 
     def test(self) -> Iterator[Batch]:
-        """All test images, [B, H, W, C], and labels [B]."""
+        """Yields all test images [B, H, W, C] and labels [B]."""
         ...
 
     def sample(self) -> Tensor:
-        """Some training images as they are, [N, H, W, C]."""
+        """Returns some unchanged training images, [N, H, W, C]."""
         ...
 
 
 class Scale:
-    """Pixels with mean 0 and deviation 1 in each channel of the training images."""
+    """Scales pixels so that each channel of the training images has mean 0 and standard deviation 1."""
 
     def __init__(self, data: Data):
         x = data.sample().float()
-        deviation = x.std((0, 1, 2)).clamp(min=1.0)  # of 255: a channel that is the same everywhere has none
+        deviation = x.std((0, 1, 2)).clamp(min=1.0)  # pixels are 0 to 255; a constant channel has deviation 0
         self.mean, self.deviation = x.mean((0, 1, 2)).to(data.device), deviation.to(data.device)
         self.dtype = torch.bfloat16 if data.device.type == "cuda" else torch.float32
 
@@ -58,7 +60,7 @@ class Scale:
 
 
 def load(folder: Path, device: torch.device, side: int = 224) -> Data:
-    """Whatever of CIFAR-10, Fashion-MNIST or train/ and val/ (a folder for each class) is in the folder or below it."""
+    """Loads CIFAR-10, Fashion-MNIST, or train/ and val/ with a folder for each class, whichever the folder has."""
     cifar = next((path.parent for path in sorted(folder.rglob(CIFAR[0])) if all(path.with_name(name).exists() for name in CIFAR)), None)
     if cifar is not None:
         return InMemory.of_cifar10(cifar, device)
@@ -69,13 +71,13 @@ def load(folder: Path, device: torch.device, side: int = 224) -> Data:
 
         return OnDisk(folder, device, side)
     raise FileNotFoundError(
-        f"{folder} has no images that are known here: neither {CIFAR[0]} and the like (CIFAR-10), nor {idx.FILES[0]} and the like "
-        "(Fashion-MNIST), nor train/ and val/ with a folder for each class"
+        f"{folder} has no known data set: it needs {CIFAR[0]} and the other files of CIFAR-10, {idx.FILES[0]} and the other files of "
+        "Fashion-MNIST, or train/ and val/ with a folder for each class"
     )
 
 
 class InMemory:
-    """A small data set on its device, where a whole epoch is cropped in one go."""
+    """A small data set in the memory of a device. It crops a whole epoch at once."""
 
     def __init__(self, name: str, device: torch.device, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]):
         self.name, self.device = name, device
@@ -85,7 +87,7 @@ class InMemory:
 
     @classmethod
     def of_cifar10(cls, folder: Path, device: torch.device) -> InMemory:
-        """The official binary files: a label, then the red, green and blue planes of an image of 32 x 32."""
+        """Reads the official binary files: a label, then the red, green and blue planes of a 32 x 32 image."""
         records = [np.fromfile(folder / name, np.uint8).reshape(-1, 1 + CHANNELS * SIDE**2) for name in CIFAR]
         return cls("cifar10", device, _from_records(np.concatenate(records[:-1])), _from_records(records[-1]))
 
@@ -120,8 +122,7 @@ def _from_records(records: NDArray[np.uint8]) -> tuple[Tensor, Tensor]:
 
 
 def cropped(x: Tensor, moves: Tensor, flips: Tensor) -> Tensor:
-    """Each image x [N, H, W, C] moved down and right by `moves` [N, 2], from 0 to 2 BORDER, what is missing mirrored; flipped where
-    `flips` [N]."""
+    """Shifts each image x [N, H, W, C] by `moves` [N, 2], from 0 to 2 BORDER, with mirrored borders. Flips it where `flips` [N] is True."""
     N, height, width, _ = x.shape
     wide = functional.pad(x.permute(0, 3, 1, 2).half(), (BORDER,) * 4, mode="reflect").to(x.dtype).permute(0, 2, 3, 1)
     column = torch.arange(width, device=x.device)

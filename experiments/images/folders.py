@@ -1,4 +1,4 @@
-"""Images on disk, train/CLASS/*.jpeg and val/CLASS/*.jpeg as ImageNet has them, decoded by worker processes."""
+"""Images on disk, in the folders train/CLASS/*.jpeg and val/CLASS/*.jpeg as for ImageNet. Worker processes decode them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from torch.utils.data import DataLoader, Dataset
 from images.data import Batch
 
 SUFFIXES = {".jpeg", ".jpg", ".png", ".bmp", ".webp"}
-AREA, SHAPE = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random crop: its share of the image, and width over height
-BORDER = 256 / 224  # of a test image, that the middle is cut out of
+AREA, SHAPE = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random crop: its share of the image, and its width over height
+BORDER = 256 / 224  # size of a test image relative to its centre crop
 SAMPLE, AT_ONCE = 256, 256
 
 
 class OnDisk:
+    """A data set of image files."""
+
     def __init__(self, folder: Path, device: torch.device, side: int):
         self.name, self.device, self._side = f"{folder.resolve().name}, {side} pixels", device, side
         names = sorted(path.name for path in (folder / "train").iterdir() if path.is_dir())
@@ -50,20 +52,20 @@ class OnDisk:
 
 
 def _listed(folder: Path, names: list[str]) -> list[tuple[Path, int]]:
-    """Every image, and the number of its class."""
+    """Lists every image with the number of its class."""
     found = []
     for label, name in enumerate(names):
         paths = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
         if not paths:
             raise FileNotFoundError(
-                f"{folder / name} has no images ({', '.join(sorted(SUFFIXES))}): every class of train/ needs some in val/ too"
+                f"{folder / name} has no images ({', '.join(sorted(SUFFIXES))}): every class needs images in train/ and in val/"
             )
         found += [(path, label) for path in paths]
     return found
 
 
 class _Images(Dataset[tuple[Tensor, int]]):
-    """[side, side, 3] as bytes: a random crop, or without a seed the middle."""
+    """Images [side, side, 3] as bytes: a random crop, or the centre crop if there is no seed."""
 
     def __init__(self, paths: list[tuple[Path, int]], side: int, seed: int | None):
         self._paths, self._side, self._seed = paths, side, seed
@@ -75,10 +77,10 @@ class _Images(Dataset[tuple[Tensor, int]]):
         path, label = self._paths[number]
         with Image.open(path) as opened:
             image = opened.convert("RGB")
-        image = self._middle(image) if self._seed is None else self._crop(image, np.random.default_rng((self._seed, number)))
+        image = self._centre_crop(image) if self._seed is None else self._random_crop(image, np.random.default_rng((self._seed, number)))
         return torch.from_numpy(np.array(image)), label
 
-    def _crop(self, image: Image.Image, random: np.random.Generator) -> Image.Image:
+    def _random_crop(self, image: Image.Image, random: np.random.Generator) -> Image.Image:
         area, shape = image.width * image.height * random.uniform(*AREA), np.exp(random.uniform(*np.log(SHAPE)))
         width, height = (
             min(most, max(1, round(size))) for most, size in zip(image.size, ((area * shape) ** 0.5, (area / shape) ** 0.5), strict=True)
@@ -88,7 +90,7 @@ class _Images(Dataset[tuple[Tensor, int]]):
         cut = image.resize((self._side, self._side), Image.Resampling.BILINEAR, box=box)
         return cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if random.random() < 0.5 else cut
 
-    def _middle(self, image: Image.Image) -> Image.Image:
+    def _centre_crop(self, image: Image.Image) -> Image.Image:
         size = min(image.size) / BORDER
         left, top = ((most - size) / 2 for most in image.size)
         return image.resize((self._side, self._side), Image.Resampling.BILINEAR, box=(left, top, left + size, top + size))

@@ -1,4 +1,4 @@
-"""IDX files, the format of Fashion-MNIST."""
+"""Reads IDX files, the format of Fashion-MNIST."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ FILES = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in (
 
 
 def read_idx(path: Path) -> NDArray[np.uint8]:
-    """An IDX file of bytes: two zeros, the type (8), the number of dimensions, their sizes as big-endian int32, the data."""
+    """Reads an IDX file of bytes: two zeros, the type (8), the number of dimensions, their sizes as big-endian int32, the data."""
     raw = path.read_bytes()
     if raw[:3] != b"\0\0\x08":
-        raise ValueError(f"{path} is no IDX file of bytes: it must begin with 00 00 08, not {raw[:3].hex(' ')}")
+        raise ValueError(f"{path} is not an IDX file of bytes: it must begin with 00 00 08, not {raw[:3].hex(' ')}")
     shape = np.frombuffer(raw, ">i4", count=raw[3], offset=4)
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
 
 def find(folder: Path | None) -> Path:
-    """The folder that holds FILES: `folder` or one below it."""
+    """Finds the folder that holds FILES: `folder` or one of its subfolders."""
     if folder is not None:
         for images in sorted(folder.rglob(FILES[0])):
             if all(images.with_name(name).exists() for name in FILES):
                 return images.parent
-    where = f"{folder} has not" if folder else "give --data FOLDER with"
-    raise FileNotFoundError(f"Fashion-MNIST is not there: {where} all of {', '.join(FILES)} (unpacked)")
+    where = f"{folder} does not have" if folder else "give --data FOLDER with"
+    raise FileNotFoundError(f"Fashion-MNIST is missing: {where} all of {', '.join(FILES)} (unpacked)")

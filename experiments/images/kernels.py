@@ -1,9 +1,10 @@
-"""The products of convolution.py as Triton kernels. With m counting the places of all images of a node, and D channels that come out,
+"""The products of convolution.py as Triton kernels:
 
 y[node, m, d] = sum over taps and c of x[node, m moved by the tap, c] w[node, d, tap, c]
 
-All sizes are constants to the compiler, which makes divisions cheap and drops masks that are not needed; a network has few shapes. The
-tiles follow those that were fastest on an H200 for the layers of SmallResNet with 32 nodes x 32 images.
+m counts the pixels of all images of a node, and d the output channels. All sizes are compile-time constants, which makes divisions cheap
+and removes unnecessary masks; a network has only a few shapes. The tile sizes were the fastest on an H200 for the layers of SmallResNet
+with 32 nodes x 32 images.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-LARGEST = 3  # taps in a row
+LARGEST = 3  # size of the largest kernel
 
 
 def forward(x: Tensor, w: Tensor, padding: int, turned: bool = False) -> Tensor:
-    """x [n, B, H, W, C], w [n, D, K, K, C]; `turned`: w is [n, C, K, K, D], taken backwards, as the gradient of x needs it."""
+    """Convolves x [n, B, H, W, C] with w [n, D, K, K, C]. With `turned`, w is [n, C, K, K, D] and flipped, for the gradient of x."""
     n, batch, height, width, C = x.shape
     K, D = w.shape[2], w.shape[4] if turned else w.shape[1]
     rows, columns = height + 2 * padding - K + 1, width + 2 * padding - K + 1
     y = torch.empty(n, batch, rows, columns, D, device=x.device, dtype=x.dtype)
-    M, strides = batch * rows * columns, (1, D, K * K * D) if turned else (K * K * C, C, 1)  # of d, tap and c in w
+    M, strides = batch * rows * columns, (1, D, K * K * D) if turned else (K * K * C, C, 1)  # strides of d, tap and c in w
     BD, BC = _tile(D, 256), _tile(C, 64)
     BM, warps = 128 if BD >= 64 else 256, 8 if BD == 256 else 4
     grid = (triton.cdiv(M, BM) * triton.cdiv(D, BD), n)
@@ -35,7 +36,7 @@ def gradient_of_w(x: Tensor, g: Tensor, K: int, padding: int) -> Tensor:
     n, batch, height, width, C = x.shape
     rows, columns, D = g.shape[2:]
     if K > LARGEST:
-        raise ValueError(f"convolutions here have at most {LARGEST} x {LARGEST} taps, got {K} x {K}")
+        raise ValueError(f"these kernels support convolutions of at most {LARGEST} x {LARGEST}, got {K} x {K}")
     dw = torch.empty(n, D, K, K, C, device=x.device, dtype=x.dtype)
     BD, BC = _tile(D, 128), _tile(C, 64)
     BM = 32 if BD == 128 else 64
@@ -46,7 +47,7 @@ def gradient_of_w(x: Tensor, g: Tensor, K: int, padding: int) -> Tensor:
 
 
 def _tile(size: int, largest: int) -> int:
-    """A power of two that tensor cores can take, 16 at least."""
+    """A tile size for tensor cores: a power of two, at least 16."""
     return max(16, min(largest, triton.next_power_of_2(size)))
 
 
@@ -87,7 +88,7 @@ def _gradient_of_w(
     M: tl.constexpr, H: tl.constexpr, W: tl.constexpr, HO: tl.constexpr, WO: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     padding: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
-    """dw[node, d, tap, c] = sum over m of g[node, m, d] x[node, m moved by the tap, c]; a row of K taps shares what it loads of g."""
+    """dw[node, d, tap, c] = sum over m of g[node, m, d] x[node, m moved by the tap, c]. A row of K taps loads g once."""
     node = tl.program_id(1).to(tl.int64)
     tiles: tl.constexpr = (C + BC - 1) // BC
     up = (tl.program_id(0) // tiles) % K

@@ -12,11 +12,11 @@ from images.convolution import convolution
 from images.resnet50 import resnet50
 
 WIDTHS = (64, 256, 256)
-PATCHES = 5_000  # images whose 2 x 2 patches the first layer whitens
+PATCHES = 5_000  # images for the whitening of 2 x 2 patches in the first layer
 
 
 class Convolution(nn.Module):
-    """Without bias; channels last. It begins as the identity on the channels that it has in common with its input."""
+    """A convolution without bias, channels last. It is initialized to the identity on the first channels."""
 
     def __init__(self, inputs: int, outputs: int, size: int = 3):
         super().__init__()
@@ -36,7 +36,7 @@ class Convolution(nn.Module):
 
 
 class Norm(nn.Module):
-    """Batch normalisation over all dimensions but the last, in float32."""
+    """Batch normalisation over all dimensions except the last, in float32."""
 
     def __init__(self, channels: int, momentum: float = 0.1):
         super().__init__()
@@ -63,14 +63,14 @@ class Norm(nn.Module):
 
 
 def halved(x: Tensor) -> Tensor:
-    """The largest of each 2 x 2 places."""
+    """Max-pools 2 x 2 pixels."""
     batch, height, width, channels = x.shape
     h, w = height // 2, width // 2
     return x[:, : 2 * h, : 2 * w].reshape(batch, h, 2, w, 2, channels).amax((2, 4))
 
 
 class Block(nn.Module):
-    """Half the resolution, then a residual layer."""
+    """Halves the resolution, then adds a residual layer."""
 
     def __init__(self, inputs: int, outputs: int):
         super().__init__()
@@ -83,9 +83,9 @@ class Block(nn.Module):
 
 
 class SmallResNet(nn.Module):
-    """For images of about 32 x 32, channels last: 2.0 M parameters.
+    """A ResNet with 2.0 M parameters for images of about 32 x 32, channels last.
 
-    The first layer, which does not train, whitens patches of 2 x 2 pixels (each direction with both signs); three residual blocks follow.
+    The first layer whitens patches of 2 x 2 pixels (each direction with both signs) and is not trained. Three residual blocks follow.
     """
 
     def __init__(self, classes: int = 10, channels: int = 3, widths: tuple[int, ...] = WIDTHS):
@@ -104,14 +104,14 @@ class SmallResNet(nn.Module):
 
     @torch.no_grad()
     def start(self, images: Tensor) -> None:
-        """Draws all weights anew; the first layer's are those that whiten `images` [N, H, W, C]."""
+        """Initializes all weights again. The first layer is set to whiten `images` [N, H, W, C]."""
         _draw_anew(self)
         self.bias.zero_()
         self.patches.weight.copy_(whitening(images[:PATCHES]))
 
 
 class TinyResNet(SmallResNet):
-    """Few channels, and half the resolution: for a study in minutes on two cores."""
+    """A SmallResNet with few channels and half the resolution, for a study that takes minutes on two cores."""
 
     def __init__(self, classes: int = 10, channels: int = 3):
         super().__init__(classes, channels, widths=(16, 32, 32))
@@ -129,7 +129,7 @@ def _means_of_four(x: Tensor) -> Tensor:
 
 
 def whitening(images: Tensor, least: float = 5e-4) -> Tensor:
-    """[8 C, 2, 2, C]: the directions that 2 x 2 patches vary in, scaled to a variance of one, and their opposites."""
+    """Returns weights [8 C, 2, 2, C]: the principal directions of 2 x 2 patches, scaled to variance one, and their negatives."""
     channels = images.shape[-1]
     patches = images.float().unfold(1, 2, 1).unfold(2, 2, 1).permute(0, 1, 2, 4, 5, 3).reshape(-1, 4 * channels)
     variances, directions = torch.linalg.eigh(patches.T @ patches / len(patches))
@@ -138,12 +138,12 @@ def whitening(images: Tensor, least: float = 5e-4) -> Tensor:
 
 
 class ResNet50(nn.Module):
-    """The usual one, for images [B, H, W, C]."""
+    """The standard ResNet-50, for images [B, H, W, C]."""
 
     def __init__(self, classes: int = 1000, channels: int = 3):
         super().__init__()
         if channels != 3:
-            raise ValueError(f"ResNet-50 takes images of 3 channels, not of {channels}: use --net small")
+            raise ValueError(f"ResNet-50 needs images with 3 channels, got {channels}: use --net small")
         self.network = resnet50(classes)
 
     def forward(self, x: Tensor) -> Tensor:

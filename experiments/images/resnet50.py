@@ -1,4 +1,4 @@
-"""ResNet-50, plainly written: 25.6 M parameters in 161 tensors."""
+"""ResNet-50 in plain PyTorch: 25.6 M parameters in 161 tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sees which images at which step."""
+"""Splits the images over the nodes: which node sees which images at which step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from networks.runs import IID
 
 class Split(Protocol):
     def epoch(self, batch: int, random: torch.Generator) -> Tensor:
-        """Numbers of images, [steps, n, batch]: what each node sees at each step of an epoch."""
+        """Returns the numbers of the images that each node sees at each step of an epoch, [steps, n, batch]."""
         ...
 
 
 @dataclass(frozen=True)
 class Shuffled:
-    """All images in a new order each epoch, dealt out to the nodes, as a loader with a distributed sampler does."""
+    """Shuffles all images each epoch and distributes them to the nodes, as a loader with a distributed sampler does."""
 
     images: int
     n: int
@@ -30,9 +30,9 @@ class Shuffled:
 
 
 class ByLabel:
-    """Each node has images of its own: those of a label are divided by Dirichlet(alpha), the more unevenly the smaller alpha is.
+    """Gives each node its own images. The images of a label are divided by Dirichlet(alpha); a smaller alpha is less even.
 
-    An epoch has as many steps as that of `Shuffled`; a node goes through its own images over and over, each time in a new order.
+    An epoch has as many steps as with `Shuffled`. A node goes through its own images again and again, each time in a new order.
     """
 
     def __init__(self, labels: Tensor, n: int, alpha: float, random: torch.Generator, least: int = 32):
@@ -42,7 +42,7 @@ class ByLabel:
             if min(len(own) for own in self.owned) >= least:
                 break
         else:
-            raise ValueError(f"Dirichlet({alpha}) leaves some of {n} nodes fewer than {least} images: take a larger alpha or fewer nodes")
+            raise ValueError(f"Dirichlet({alpha}) leaves some of {n} nodes fewer than {least} images: use a larger alpha or fewer nodes")
         self._rest = [own[:0] for own in self.owned]
 
     def epoch(self, batch: int, random: torch.Generator) -> Tensor:
@@ -70,7 +70,7 @@ def _divided(labels: Tensor, n: int, alpha: float, random: torch.Generator) -> l
 
 
 def split_of(name: str, labels: Tensor, n: int, seed: int) -> Split:
-    """ "iid", or "dirichlet(0.3)"."""
+    """Builds a split by its name, "iid" or "dirichlet(0.3)"."""
     if name == IID:
         return Shuffled(len(labels), n)
     alpha = float(name.removeprefix("dirichlet(").removesuffix(")"))

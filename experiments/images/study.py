@@ -1,4 +1,4 @@
-"""The paper's image tables, and one of ours."""
+"""The paper's image tables, and our additions."""
 
 from __future__ import annotations
 

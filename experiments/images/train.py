@@ -1,4 +1,4 @@
-"""A run of the image study: loss, optimizer, schedule, and the loop, on either engine."""
+"""Trains one run of the image study on either engine: loss, optimizer, schedule and loop."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from networks.runs import Run
 from networks.store import Settings
 
 WARM_UP = 0.04  # share of all steps, as in the paper
-DECAYS = (0.25, 0.5, 0.75)  # where the learning rate falls to a tenth
-SMOOTHING = 0.2  # of labels; this and the next are for the small network
+DECAYS = (0.25, 0.5, 0.75)  # shares of the run after which the learning rate falls to a tenth
+SMOOTHING = 0.2  # label smoothing; this and the weight decay are for the small network
 WEIGHT_DECAY = 5e-4
 
 
 def lr_at(step: int, steps: int, peak: float) -> float:
-    """
+    """The learning rate: linear warm-up, then a tenth at each of DECAYS.
+
     >>> [round(lr_at(k, 100, 1.0), 3) for k in (0, 2, 4, 24, 25, 50, 75)]
     [0.1, 0.55, 1.0, 1.0, 0.1, 0.01, 0.001]
     """
@@ -33,14 +34,14 @@ def lr_at(step: int, steps: int, peak: float) -> float:
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor, smoothing: float = SMOOTHING) -> Tensor:
-    """Of one node's batch."""
+    """The loss of one node's batch."""
     return nn.functional.cross_entropy(model(x).float(), y, label_smoothing=smoothing)
 
 
 def optimizer(
     named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: Tensor, *, momentum: float, weight_decay: float = WEIGHT_DECAY
 ) -> torch.optim.SGD:
-    """Weights decay; norms and biases, which in a model of one node have a single dimension, don't."""
+    """Builds SGD without weight decay on norms and biases, which have a single dimension in the model of one node."""
     dims = {name: p.dim() for name, p in of_one.named_parameters()}
     trained = [(name, p) for name, p in named if p.requires_grad]
     groups = [
@@ -52,22 +53,22 @@ def optimizer(
 
 @dataclass
 class Trained:
-    """`curve`: after each epoch the mean training loss and the accuracy of the mean model."""
+    """A finished run. `curve` holds the mean training loss and the accuracy of the mean model after each epoch."""
 
     curve: list[tuple[float, float]]
-    nodes: list[float]  # accuracy of each at the end
+    nodes: list[float]  # accuracy of each node at the end
     global_share: float
-    seconds: float  # evaluations included
+    seconds: float  # including evaluations
 
 
 def train(trainer: Trainer, run: Run, data: Data, scale: Scale, split: Split, settings: Settings) -> Trained:
-    """A whole run, from the model as it is."""
+    """Trains a whole run from the current model."""
     steps = settings.steps
     trainer.start(run.algorithm(steps))
     k, curve, began = 0, [], time.perf_counter()
     with step_bar(steps) as bar:
         for epoch in range(settings.epochs):
-            random = torch.Generator().manual_seed(1_000_003 * run.seed + epoch)  # the same order for all engines, and on all ranks
+            random = torch.Generator().manual_seed(1_000_003 * run.seed + epoch)  # the same order for all engines and ranks
             losses = []
             for x, y in data.take(split.epoch(settings.batch, random), trainer.nodes, random.initial_seed()):
                 losses.append(trainer.step((scale(x), y), lr_at(k, steps, settings.lr)).mean())
@@ -82,7 +83,7 @@ def train(trainer: Trainer, run: Run, data: Data, scale: Scale, split: Split, se
 
 @torch.no_grad()
 def accuracy(model: nn.Module, data: Data, scale: Scale) -> float:
-    """On the test images."""
+    """The accuracy on the test images."""
     was_training, correct, count = model.training, 0, 0
     model.eval()
     for x, y in data.test():

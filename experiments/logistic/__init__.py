@@ -1,1 +1,1 @@
-"""The parts of the logistic-regression study: problems, runs, transient stages, tables, pictures."""
+"""The logistic-regression study: problems, runs, transient stages, tables and pictures."""

@@ -1,19 +1,20 @@
-"""What each figure shows: values, from which the runs, the tables and the pictures are made."""
+"""The contents of each figure, as values. The runs, the tables and the pictures are made from these."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import rumor
-from rumor.algorithm import Algorithm
+from rumor.methods.gossip_pga import Algorithm
 
 H_PAPER = 16
 SIZES = (20, 50, 100)
 TOPOLOGIES = {"exponential": rumor.exponential, "grid": rumor.grid, "ring": rumor.ring}
 
-# Gossip-AGA has no figure in the paper's convex part; the period starts as in its deep experiments, the warm-up is a tenth of a stage
+# Gossip-AGA has no figure in the paper's convex part. H_init is that of the paper's deep-learning experiments. The warm-up is a tenth of
+# the steps between two changes of the learning rate.
 AGA = {"warmup": 100, "H_init": 4, "H_max": 64}
-H_LIKE_AGA = 6  # the fixed period that averages about as often as Gossip-AGA turned out to
+H_LIKE_AGA = 6  # a fixed period that averages about as often as Gossip-AGA does
 NAMES = {
     "parallel_sgd": "Parallel",
     "local_sgd": "Local",
@@ -26,7 +27,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Setting:
-    """The problem of a panel: synthetic data, or a LIBSVM file that is dealt out to the nodes (iid, or sorted by label)."""
+    """The problem of a panel: synthetic data, or a LIBSVM file that is distributed to the nodes (iid, or sorted by label)."""
 
     n: int
     iid: bool
@@ -39,7 +40,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Curve:
-    """One method in one setting. `final_average`: what Gossip SGD would leave if all averaged once, at this very step."""
+    """One method in one setting. `final_average` shows Gossip SGD's error if all nodes averaged once, at that step."""
 
     setting: Setting
     method: str
@@ -61,12 +62,12 @@ class Curve:
 
     @property
     def run(self) -> Curve:
-        """The run that it is read from."""
+        """The run that this curve is read from."""
         return Curve(self.setting, self.method, self.topology, self.H)
 
     @property
     def row(self) -> dict[str, object]:
-        """Its columns in a table; no gossip is W = I, no global average H = infinity."""
+        """The columns of this curve in a table. No gossip means W = I, and no global average means H = infinity."""
         topology = self.topology or {"parallel_sgd": "complete", "local_sgd": "isolated"}[self.method]
         period = {"parallel_sgd": 1, "gossip_sgd": "inf", "gossip_aga": "adaptive"}.get(self.method, self.H)
         method = "gossip_sgd_final_average" if self.final_average else self.method
@@ -126,7 +127,7 @@ def _by_period() -> list[Panel]:
 
 
 def _extra() -> list[Panel]:
-    """Ours: the adaptive period beside a fixed one that averages as often, one average at the end, and Local SGD on iid data."""
+    """Our additions: Gossip-AGA and a fixed period that averages as often, one average at the end, and Local SGD on iid data."""
     panels = []
     for s in [Setting(n, iid) for iid in (False, True) for n in SIZES]:
         curves = (pga(s), pga(s, H=H_LIKE_AGA), aga(s), gossip(s, final_average=True))
@@ -151,17 +152,17 @@ FIGURES: dict[str, list[Panel]] = {
 }
 THE_PAPERS = ("1", "4", "5", "6", "7")
 CLAIMS = {
-    "1": "Figure 1: on the ring, data differing by node, Gossip-PGA meets Parallel SGD first, the more so the larger n",
+    "1": "Figure 1: on a ring with different data on each node, Gossip-PGA reaches Parallel SGD first. The lead grows with n",
     "4": "Figure 4: the same on iid data, where the gap is smaller",
-    "5": "Figure 5: exponential graph, grid, ring: the sparser the graph, the more a global average gains",
-    "6": "Figure 6: beside Local SGD with the same period, gossip in between gains on every graph",
+    "5": "Figure 5: exponential graph, grid and ring. On sparser graphs, global averages help more",
+    "6": "Figure 6: compared with Local SGD of the same period, gossip between the averages helps on every graph",
     "7": "Figure 7: on the grid, the gain over Local SGD grows with the period",
-    "extra": "Ours: an adaptive period (Gossip-AGA), and Gossip SGD with one average at the end",
+    "extra": "Our additions: an adaptive period (Gossip-AGA), and Gossip SGD with one average at the end",
     "a9a": "Real data: a9a (123 features) on a ring of 20",
     "w8a": "Real data: w8a (300 features) on a ring of 20",
 }
 
 
 def curves_of(panels: list[Panel]) -> list[Curve]:
-    """Each curve once, in the order of the panels."""
+    """Returns each curve once, in the order of the panels."""
     return list(dict.fromkeys(curve for panel in panels for curve in panel.curves))

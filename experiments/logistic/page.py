@@ -1,7 +1,9 @@
-"""Writes the tables of docs/convex.md from the data files beside it, so that no figure there is typed in:
+"""Write the tables of docs/convex.md from the data files in docs/convex.
 
-python experiments/logistic/page.py            # rewrite what stands between <!-- table X --> and <!-- end -->
-python experiments/logistic/page.py --check    # only say whether it is up to date
+    python experiments/logistic/page.py            # rewrites the text between <!-- table X --> and <!-- end -->
+    python experiments/logistic/page.py --check    # only reports whether the page is up to date
+
+No number of these tables is typed by hand.
 """
 
 from __future__ import annotations
@@ -21,44 +23,59 @@ KEY = ("method", "topology", "n", "H", "iid")
 
 
 def stage_table(figure: str, folder: Path) -> str:
-    """Each curve but Parallel SGD's: 50 trials on one data set, the median of three, the reference; then the objective's."""
+    """Tables of a figure with a row for each curve except Parallel SGD: 50 trials on one data set, the median of three, the reference.
+
+    Columns that a figure has no data for are left out. With medians or a reference, one table would be too wide: the transient stages
+    come first, then the ratios and the objective.
+    """
     is_synthetic = FIGURES[figure][0].setting.data == "synthetic"  # the reference is of that problem
     known_rows = tables.read(Path(__file__).with_name("reference.csv")) if is_synthetic else []
     reference = {tuple(row[name] for name in KEY): row for row in known_rows}
     objective = tables.read(folder / f"figure-{figure}-objective.csv")
     medians_file = folder / f"figure-{figure}-seeds.csv"
     medians = tables.read(medians_file) if medians_file.exists() else []
-    rows = []
-    for r, row in enumerate(tables.read(folder / f"figure-{figure}.csv")):
+    curves = tables.read(folder / f"figure-{figure}.csv")
+    has_reference = any(tuple(row[name] for name in KEY) in reference for row in curves if row["method"] != "parallel_sgd")
+    varied = {name for name in KEY if len({row[name] for row in curves}) > 1}
+    stages: list[tables.Row] = []
+    ratios: list[tables.Row] = []
+    for r, row in enumerate(curves):
         if row["method"] == "parallel_sgd":
             continue
         known = reference.get(tuple(row[name] for name in KEY), {})
-        seeds = medians[r] if medians else {}
-        cells = {
-            "method": _label(row),
-            "n": row["n"],
-            "global rounds": f"{float(str(objective[r]['global_rounds'])):.1%}",
-            "T_tr(1)": _stage(row["T_tr_1"]),
-            "T_tr(0.25)": _stage(row["T_tr_025"]),
-            "ratio at 9,500": f"{float(str(row['ratio_9500'])):.2f}",
-            "median of 3 data sets: T_tr(1)": _stage(seeds["T_tr_1"]) if seeds else "",
-            "median of 3 data sets: ratio": f"{float(str(seeds['ratio_9500'])):.2f}" if seeds else "",
-            "reference: T_tr(1)": _stage(known.get("T_tr_1", "none")),
-            "reference: ratio": known.get("ratio_9500") or "-",
-            "f(x̄) - f*: T_tr(1)": _stage(objective[r]["T_tr_1"]),
-            "f(x̄) - f*: ratio": f"{float(str(objective[r]['ratio_9500'])):.2f}",
-        }
-        rows.append({name: cell for name, cell in cells.items() if medians or not name.startswith("median")})
-    if not any(row["reference: T_tr(1)"] != "-" for row in rows):
-        rows = [{name: cell for name, cell in row.items() if "reference" not in name} for row in rows]
-    return tables.as_text(rows)
+        method: tables.Row = {"method": _label(row, varied)}
+        reached: tables.Row = {"T_tr(1)": _stage(row["T_tr_1"])}
+        ratio: tables.Row = {"ratio at 9,500": f"{float(str(row['ratio_9500'])):.2f}"}
+        if medians:
+            reached |= {"median of 3 data sets": _stage(medians[r]["T_tr_1"])}
+            ratio |= {"median of 3 data sets": f"{float(str(medians[r]['ratio_9500'])):.2f}"}
+        if has_reference:
+            reached |= {"reference": _stage(known.get("T_tr_1", "none"))}
+            ratio |= {"reference": known.get("ratio_9500") or "-"}
+        stages.append(method | reached | {"T_tr(0.25)": _stage(row["T_tr_025"]), "global rounds": _percent(objective[r]["global_rounds"])})
+        gap = {"f(x̄) - f*: T_tr(1)": _stage(objective[r]["T_tr_1"]), "f(x̄) - f*: ratio": f"{float(str(objective[r]['ratio_9500'])):.2f}"}
+        ratios.append(method | ratio | gap)
+    if medians or has_reference:
+        return f"{tables.as_text(stages)}\n\n{tables.as_text(ratios)}"
+    return tables.as_text([one | other for one, other in zip(stages, ratios, strict=True)])
 
 
-def _label(row: tables.Row) -> str:
-    name, split = NAMES[str(row["method"])], "iid" if row["iid"] == "True" else "not iid"
-    topology = "" if row["topology"] == "isolated" else f", {row['topology']}"
-    period = f", H = {row['H']}" if str(row["H"]).isdigit() else ""
-    return f"{name}{topology}{period}, {split}"
+def _label(row: tables.Row, varied: set[str]) -> str:
+    """Method, topology and period; n and the split of the data only if they vary within the figure."""
+    parts = [NAMES[str(row["method"])]]
+    parts += [] if row["topology"] == "isolated" else [str(row["topology"])]
+    parts += [f"H = {row['H']}"] if str(row["H"]).isdigit() else []
+    parts += [f"n = {row['n']}"] if "n" in varied else []
+    parts += [_split(row)] if "iid" in varied else []
+    return ", ".join(parts)
+
+
+def _split(row: tables.Row) -> str:
+    return "iid" if row["iid"] == "True" else "not iid"
+
+
+def _percent(value: object) -> str:
+    return f"{float(str(value)):.1%}"
 
 
 def _stage(value: object) -> str:
@@ -67,20 +84,34 @@ def _stage(value: object) -> str:
     return "not reached" if value in ("", "not reached") else f"{int(float(str(value))):,}"
 
 
-def plain_table(name: str, folder: Path) -> str:
-    return tables.as_text(tables.read(folder / f"{name}.csv"))
+def constants_table(folder: Path) -> str:
+    """The constants of the problem at x*."""
+    rows = tables.read(folder / "constants.csv")
+    shown = ("from", "sigma2", "b2", "L", "mu")
+    return tables.as_text([{"problem": f"n = {row['n']}, {_split(row)}", **{name: row[name] for name in shown}} for row in rows])
+
+
+def consensus_table(folder: Path) -> str:
+    """The consensus distance, measured and from the closed form, in a table for each split of the data."""
+    columns = {"H": "H", "measured": "measured", "closed form": "closed_form", "deviation": "deviation", "bound of the lemma": "lemma_5"}
+    texts = []
+    rows = tables.read(folder / "consensus.csv")
+    for split in dict.fromkeys(map(_split, rows)):
+        own = [row for row in rows if _split(row) == split]
+        texts.append(tables.as_text([{split: row["topology"], **{name: row[key] for name, key in columns.items()}} for row in own]))
+    return "\n\n".join(texts)
 
 
 def speed_table(results: Path) -> str:
-    """What `make bench` measured of figure 1, and what a GPU took for all five."""
+    """Seconds of figure 1 from `make bench`, seconds of all five figures, and microseconds of a step."""
     cpu = json.loads((results / "convex.json").read_text())
     gpu = json.loads((results / "convex-gpu.json").read_text())
     plain, bare = sum(cpu["plain_loops_s"].values()), sum(row["bare_us"] for row in cpu["per_step"]) * STEPS / 1e6
     rows: list[tables.Row] = [
         {"what": "figure 1, two cores", "seconds": _seconds(cpu["figure_1_s"])},
-        {"what": "the same steps as a bare torch loop, two cores (one core's time halved)", "seconds": f"{bare / 2:.1f}"},
+        {"what": "the same steps as a bare torch loop, two cores (measured on one core, halved)", "seconds": f"{bare / 2:.1f}"},
         {
-            "what": "the same steps as Python loops over trials and nodes, two cores (a part of it on one core, scaled)",
+            "what": "the same steps as Python loops over trials and nodes, two cores (a part on one core, scaled)",
             "seconds": f"{plain / 2:,.0f}",
         },
         {"what": "all five figures, two cores", "seconds": _seconds([cpu["all_five_s"]])},
@@ -90,10 +121,10 @@ def speed_table(results: Path) -> str:
     steps: list[tables.Row] = [
         {
             "n": row["n"],
-            "Rumor, µs a step of all three methods": f"{row['rumor_us']:.0f}",
+            "Rumor, µs a step": f"{row['rumor_us']:.0f}",
             "bare loop, µs": f"{row['bare_us']:.0f}",
             "must move, MB": f"{row['must_move_MB']:.2f}",
-            "that at copy speed, µs": f"{row['rumor_us'] * row['share_of_copy_bandwidth']:.0f}",
+            "copying that, µs": f"{row['rumor_us'] * row['share_of_copy_bandwidth']:.0f}",
             "share of copy bandwidth": f"{row['share_of_copy_bandwidth']:.0%}",
         }
         for row in cpu["per_step"]
@@ -106,13 +137,14 @@ def _seconds(values: list[float]) -> str:
 
 
 def filled_in(text: str, docs: Path) -> str:
-    """The page with every table made anew: a figure's stages, a CSV file as it is, or what the benchmark found."""
+    """Return the page with every table rebuilt from its data."""
 
     def make(name: str) -> str:
         folder = docs / "convex"
         if name == "speed":
             return speed_table(docs.parent / "benchmarks" / "results")
-        return stage_table(name, folder) if (folder / f"figure-{name}.csv").exists() else plain_table(name, folder)
+        others = {"constants": constants_table, "consensus": consensus_table}
+        return others[name](folder) if name in others else stage_table(name, folder)
 
     return tables.filled_in(text, make)
 
@@ -124,5 +156,5 @@ if __name__ == "__main__":
     text = page.read_text()
     new = filled_in(text, DOCS)
     if sys.argv[1:] == ["--check"]:
-        sys.exit(0 if new == text else f"{page.name} does not match its data files: python experiments/logistic/page.py mends it")
+        sys.exit(0 if new == text else f"{page.name} does not match its data files: update it with python experiments/logistic/page.py")
     tables.write(page, new)

@@ -1,5 +1,7 @@
-"""The figures, drawn from their data files: one column a panel, the node error above and the objective below it; the mean over trials, and
-one standard deviation as a band."""
+"""Figures drawn from their data files: one column per panel, with the node error above and the objective below it.
+
+A curve is the mean over trials, and its band is one standard deviation.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ import numpy as np
 
 from logistic import tables
 from logistic.figures import CLAIMS, H_PAPER, Curve, Panel
-from rumor.files import replacing
+from rumor.checkpoint.files import replacing
 from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
-# dashes tell them apart in grey print
+# dashes tell the curves apart in grey print
 LOOKS = {
     "parallel_sgd": (BLACK, "-"),
     "local_sgd": (ORANGE, (0, (1, 1))),
@@ -29,7 +31,7 @@ NOTE = r"Lines and dots mark $T_{tr}(1)$: from there on at most twice Parallel S
 
 
 def draw(figure: str, panels: list[Panel], folder: Path) -> None:
-    """folder/figure-X.png from folder/figure-X.csv and its kin."""
+    """Draw folder/figure-X.png from the files folder/figure-X*.csv."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -66,7 +68,7 @@ def _panel(axis: Any, panel: Panel, metric: str, values: list[tables.Row], stage
 
 
 def _curve(axis: Any, curve: Curve, metric: str, values: list[tables.Row], stages: tables.Row) -> float:
-    """Draws one curve and its transient stage; returns its lowest mean."""
+    """Draw one curve and its transient stage, and return its lowest mean."""
     k, mean, deviation = (np.array([float(str(row[name])) for row in values]) for name in ("k", f"{metric}_mean", f"{metric}_std"))
     short = curve.method == "gossip_pga" and (curve.H or 0) < H_PAPER
     colour, dashes = LOOKS["gossip_pga, short" if short else str(curve.row["method"])]
@@ -74,7 +76,7 @@ def _curve(axis: Any, curve: Curve, metric: str, values: list[tables.Row], stage
     is_baseline = curve.method == "parallel_sgd"
     reached = "" if is_baseline else f": $T_{{tr}}$ = {int(stage):,}" if stage else ": not reached"
     axis.plot(k, mean, color=colour, linestyle=dashes, linewidth=1.5, label=f"{curve}{reached}")
-    # a band that reaches below zero has no place on a log scale: it ends at a tenth of the mean
+    # a band that reaches below zero can't be drawn on a log scale: it ends at a tenth of the mean
     axis.fill_between(k, np.maximum(mean - deviation, mean / 10), mean + deviation, color=colour, alpha=0.18, linewidth=0)
     if stage and int(stage) > 0 and not is_baseline:
         axis.axvline(int(stage), color=colour, linestyle=":", linewidth=0.9)

@@ -1,6 +1,6 @@
-"""Many methods at once on one problem, all on the same samples, by the core's algorithms on its stacked engine.
+"""Runs many methods at once on one problem and the same samples, with Rumor's algorithms on its stacked engine.
 
-X is [methods, trials, n, d]. The gradient step is one for all methods; the mixing is each method's own `step` on its part of X.
+X is [methods, trials, n, d]. All methods share one gradient step. Then each method mixes its own part of X.
 """
 
 from __future__ import annotations
@@ -16,45 +16,42 @@ from torch.nn.functional import softplus
 import rumor
 from logistic.problem import Problem
 from logistic.transient import EVERY
-from rumor.algorithm import Algorithm, State
-from rumor.engine import Leaves
+from rumor.engines import StackedBuckets
+from rumor.methods import Algorithm, Nodes, State
 
 STEPS = 10_000
 LR, HALVED_EVERY = 0.2, 1_000
-GAP_EVERY = 10  # records between two values of the objective: it costs more than the steps do
+GAP_EVERY = 10  # records between two values of the objective, which costs more than the steps
 
-Progress = Callable[[int], object]  # is told how many steps were done
-NO_BUFFERS = Leaves([])
+Progress = Callable[[int], object]  # called with the number of steps done
 
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What a method did, every EVERY steps: means over the nodes, one column a trial."""
+    """The errors of one method, recorded every EVERY steps: means over the nodes, with one column per trial."""
 
     node_error: Tensor  # [records, trials], 1/n sum_i ||x_i - x*||^2
-    mean_error: Tensor  # [records, trials], ||xbar - x*||^2: what one average at this step would leave
+    mean_error: Tensor  # [records, trials], ||xbar - x*||^2: the error if all nodes averaged at this step
     gap: Tensor  # [records / GAP_EVERY, trials], f(xbar) - f*
-    global_rounds: float  # their share of all steps
+    global_rounds: float  # the share of steps that are global
 
 
 @dataclass
 class _Method:
-    """One algorithm on its part of X; Gossip-AGA's trials each have a period, hence a state, of their own."""
+    """One algorithm on its part of X. With Gossip-AGA each trial has its own period, and so its own state."""
 
     algorithm: Algorithm
-    engine: rumor.Stacked
-    parts: list[tuple[Leaves, State]]
+    parts: list[tuple[Nodes, State]]
     global_rounds: int = 0
 
     def step(self, loss: Tensor | None) -> None:
-        for trial, (leaves, state) in enumerate(self.parts):
-            self.global_rounds += self.algorithm.round(state) == "global"
+        for trial, (nodes, state) in enumerate(self.parts):
             own = loss[trial, :, None] if self.algorithm.needs_loss and loss is not None else None
-            self.algorithm.step(leaves, NO_BUFFERS, state, self.engine, own, None)
+            self.global_rounds += self.algorithm.step(nodes, state, own).kind == "global"
 
 
 class Walk:
-    """All nodes of all trials of all methods, taken step by step."""
+    """All nodes of all trials of all methods, which take their steps together."""
 
     def __init__(self, problem: Problem, algorithms: Sequence[Algorithm], trials: int):
         n, d, device = problem.n, problem.d, problem.rows.device
@@ -68,9 +65,9 @@ class Walk:
         self._ones = torch.ones(d, dtype=torch.float64, device=device)
 
     def step(self, sample: Tensor, lr: Tensor) -> None:
-        """x_i <- x_i - lr grad F_i(x_i; sample), then each method's mixing. sample: [trials, n], one row number for each node."""
+        """Computes x_i <- x_i - lr grad F_i(x_i; sample), then mixes. sample: [trials, n], one row number for each node."""
         rows = self.problem.all_rows.index_select(0, (sample + self.first_row).flatten()).view(self.X.shape[1:])
-        # the sum over d as a product: torch sums short rows slowly
+        # A product with ones is faster than torch's sum over short rows.
         margin = torch.mul(self.X, rows, out=self._product).view(-1, len(self._ones)) @ self._ones  # [methods trials n]
         pull = torch.sigmoid(-margin).mul_(lr).view(*self.X.shape[:-1], 1)  # minus the gradient is sigmoid(-margin) rows
         losses = softplus(-margin).view(self.X.shape[:-1]) if self.needs_loss else None
@@ -81,7 +78,7 @@ class Walk:
             method.step(losses[m] if losses is not None else None)
 
     def walk(self, k: int, samples: Tensor, lr: Tensor) -> tuple[Tensor, Tensor]:
-        """Steps k, k + 1, ...; returns node errors [records, methods, trials] and mean models [records, methods, trials, d]."""
+        """Takes steps k, k + 1, ... Returns node errors [records, methods, trials] and mean models [records, methods, trials, d]."""
         errors, means = [], []
         for j in range(len(samples)):
             if (k + j) % EVERY == 0:
@@ -93,14 +90,14 @@ class Walk:
 
 def _method(algorithm: Algorithm, engine: rumor.Stacked, X: Tensor) -> _Method:
     parts = list(X) if algorithm.needs_loss else [X]
-    buckets = [Leaves([part]) for part in parts]
-    return _Method(algorithm, engine, [(leaves, algorithm.start(leaves, engine)) for leaves in buckets])
+    nodes = [Nodes(StackedBuckets([part]), StackedBuckets([]), engine) for part in parts]
+    return _Method(algorithm, [(some, algorithm.start(some)) for some in nodes])
 
 
 class _Replay:
-    """`walk` over one block of steps as a CUDA graph: on a GPU the arithmetic is nothing, and starting it step by step is all.
+    """`walk` over one block of steps as a CUDA graph. On a GPU the arithmetic is fast, and launching it step by step is slow.
 
-    The block is a whole number of every period, of the schedules, the topologies and the records, so each block repeats the last one.
+    The block length is a multiple of every period (of schedules, topologies and records), so every block does the same.
     """
 
     def __init__(self, walk: Walk, k: int, samples: Tensor, lr: Tensor):
@@ -117,7 +114,7 @@ class _Replay:
 
 
 def learning_rates(steps: int) -> Tensor:
-    """[steps]: LR, halved every HALVED_EVERY steps."""
+    """Returns the learning rates [steps]: LR, halved every HALVED_EVERY steps."""
     return LR * 0.5 ** (torch.arange(steps) // HALVED_EVERY).double()
 
 
@@ -131,7 +128,7 @@ def block_length(algorithms: Sequence[Algorithm]) -> int:
 def run(
     problem: Problem, algorithms: Sequence[Algorithm], trials: int, steps: int = STEPS, seed: int = 0, progress: Progress = lambda _: None
 ) -> list[Result]:
-    """All algorithms on the same samples: batch 1, drawn with replacement, `seed` alone decides which."""
+    """Runs all algorithms on the same samples. The batch size is 1; samples are drawn with replacement and depend on `seed` only."""
     device = problem.rows.device
     draw = torch.Generator(device).manual_seed(seed)
     n, M = problem.rows.shape[:2]
@@ -140,9 +137,9 @@ def run(
     walk = Walk(problem, algorithms, trials)
     replay, recorded, k = None, [], 0
     graphed = device.type == "cuda" and not walk.needs_loss
-    block = block_length(algorithms) if graphed else 10 * EVERY  # the bar moves once a block
+    block = block_length(algorithms) if graphed else 10 * EVERY  # the bar moves after each block
     while k < steps:
-        # with graphs, what does not fill a block goes first, step by step: it also warms up what a graph can't
+        # With graphs, the steps that do not fill a block run first, without a graph. They also do the warm-up that a graph needs.
         length = (steps % block or block) if graphed and k == 0 else min(block, steps - k)
         part = slice(k, k + length)
         if graphed and k > 0:
@@ -167,4 +164,4 @@ def _global_rounds(method: _Method, steps: int) -> float:
     schedule = method.algorithm.schedule  # type: ignore[attr-defined]
     if isinstance(schedule, rumor.Adaptive):
         return method.global_rounds / (steps * len(method.parts))
-    return 1 / schedule.H if isinstance(schedule, rumor.Periodic) else 0.0  # a replayed graph counts nothing
+    return 1 / schedule.H if isinstance(schedule, rumor.Periodic) else 0.0  # computed, because a replayed graph does not count

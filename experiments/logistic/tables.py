@@ -1,4 +1,4 @@
-"""The study's tables: CSV files, and the same as text."""
+"""Tables of the study, as CSV files and as text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from logistic.figures import Curve, Panel, curves_of, parallel
 from logistic.run import GAP_EVERY
 from logistic.store import Store
 from logistic.transient import EVERY, WINDOW, moving_mean
-from rumor.files import replacing
+from rumor.checkpoint.files import replacing
 
 Row = dict[str, object]
 
@@ -42,12 +42,12 @@ def read(path: Path) -> list[Row]:
 
 
 def of(curve: Curve, rows: Sequence[Row]) -> list[Row]:
-    """The rows that a curve has in a table, as written or as read back."""
+    """Return the rows of a curve in a table, as written or as read back."""
     return [row for row in rows if all(str(row[name]) == str(value) for name, value in curve.row.items())]
 
 
 def stages(store: Store, panels: list[Panel], objective: bool = False) -> list[Row]:
-    """One row a curve: where it meets Parallel SGD, and how far from it it ends; of the objective also the share of global rounds."""
+    """One row per curve: where it meets Parallel SGD, and its ratio to it at the end; for the objective also the share of global rounds."""
     rows = []
     for curve in curves_of(panels):
         ours, theirs = store.load(curve), store.load(parallel(curve.setting))
@@ -59,8 +59,10 @@ def stages(store: Store, panels: list[Panel], objective: bool = False) -> list[R
 
 
 def curves(store: Store, panels: list[Panel]) -> list[Row]:
-    """What the picture shows, every 110 steps: mean and deviation over the trials of the node error, smoothed over 220 steps (or the
-    records would beat with the periods), and of the objective."""
+    """Data of the picture, every 110 steps: mean and deviation over the trials of the node error and of the objective.
+
+    The node error is smoothed over 220 steps. Otherwise the records would beat with the periods.
+    """
     rows: list[Row] = []
     for curve in curves_of(panels):
         numbers = store.load(curve)
@@ -72,7 +74,7 @@ def curves(store: Store, panels: list[Panel]) -> list[Row]:
 
 
 def over_seeds(stores: Sequence[Store], panels: list[Panel]) -> list[Row]:
-    """One row a curve: the median over data sets of what `stages` holds, and T_tr(1) of each. "" counts as later than all."""
+    """One row per curve: the median over data sets of the columns of `stages`, and T_tr(1) of each. "" counts as later than all."""
     tables = [stages(store, panels) for store in stores]
     rows = []
     for curve, *per_seed in zip(curves_of(panels), *tables, strict=True):
@@ -92,7 +94,7 @@ def median(values: Iterable[object]) -> object:
 
 
 def as_text(rows: Sequence[Row]) -> str:
-    """A Markdown table, readable in a terminal too."""
+    """Format a Markdown table that is also readable in a terminal."""
     cells = [list(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     widths = [max(len(row[c]) for row in cells) for c in range(len(cells[0]))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells]
@@ -101,7 +103,7 @@ def as_text(rows: Sequence[Row]) -> str:
 
 
 def filled_in(text: str, make: Callable[[str], str]) -> str:
-    """A page with what stands between each <!-- table X --> and <!-- end --> made anew."""
+    """Return the page with the text between each <!-- table X --> and <!-- end --> rebuilt by make(X)."""
 
     def table(match: re.Match[str]) -> str:
         return f"<!-- table {match[1]} -->\n{make(match[1])}\n<!-- end -->"

@@ -1,1 +1,1 @@
-"""What the studies of networks share: runs, engines, results, modelled hours, tables and pictures. Their page is docs/networks.md."""
+"""The shared parts of the two studies of networks: runs, engines, results, modelled hours, tables and pictures (docs/networks.md)."""

@@ -1,4 +1,4 @@
-"""What the commands of both studies have in common: options, processes, and the loop over runs that are missing."""
+"""The shared parts of both studies' commands: options, processes, and the loop over the missing runs."""
 
 from __future__ import annotations
 
@@ -22,42 +22,45 @@ from networks.engines import as_first_says
 from networks.runs import QUICK, Run, Tables
 from networks.store import Finished, Settings, Store
 
-SHOWN = ("topology", "H", "nodes", "split", "momentum")  # settings of a run
+SHOWN = ("topology", "H", "nodes", "split", "momentum")  # the settings of a run that are printed
 
 
 def at_least_one(text: str) -> int:
+    """Parses a whole number >= 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: a number of at least 1 needed")
+        raise argparse.ArgumentTypeError(f"must be a whole number >= 1, got {text}")
     return int(text)
 
 
 def above_zero(text: str) -> float:
-    """
+    """Parses a number > 0.
+
     >>> above_zero("1e-3")
     0.001
     >>> above_zero("nan")
     Traceback (most recent call last):
-    argparse.ArgumentTypeError: nan: a number above 0 needed
+    argparse.ArgumentTypeError: must be a number > 0, got nan
     """
     value = _number(text)
     if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: a number above 0 needed")
+        raise argparse.ArgumentTypeError(f"must be a number > 0, got {text}")
     return value
 
 
 def share(text: str) -> float:
-    """
+    """Parses a number >= 0 and < 1.
+
     >>> share("0.00"), share("0.2")
     (0.0, 0.2)
     """
     value = _number(text)
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(f"{text}: a number from 0 to below 1 needed")
+        raise argparse.ArgumentTypeError(f"must be a number >= 0 and < 1, got {text}")
     return value
 
 
 def _number(text: str) -> float:
-    """Not a number, if it is none."""
+    """Parses a number; returns NaN if the text is not a number."""
     try:
         return float(text)
     except ValueError:
@@ -65,45 +68,51 @@ def _number(text: str) -> float:
 
 
 def add_options(parser: argparse.ArgumentParser, tables: Tables, results: Path) -> None:
-    parser.add_argument("--table", nargs="+", choices=list(tables), help="of the paper, or ours; all if none is given")
-    parser.add_argument("--method", nargs="+", metavar="NAME", help='of those in the tables, as in "Local SGD x3"; all if none is given')
-    parser.add_argument("--seeds", type=at_least_one, help="as many as each table needs if not given")
+    """Adds the options that both studies have."""
+    parser.add_argument("--table", nargs="+", choices=list(tables), help="tables of the paper, or ours; all if none is given")
+    parser.add_argument("--method", nargs="+", metavar="NAME", help='methods of the tables, such as "Local SGD x3"; all if none is given')
+    parser.add_argument("--seeds", type=at_least_one, help="number of seeds; as many as each table needs if not given")
     parser.add_argument(
-        "--engine", choices=("simulated", "processes"), default="simulated", help="processes: under torchrun, a node a rank"
+        "--engine",
+        choices=("simulated", "processes"),
+        default="simulated",
+        help="simulated: all nodes in this process; processes: one node per rank, started by torchrun",
     )
     parser.add_argument(
-        "--nodes", type=at_least_one, help="in the place of what the tables have; --engine processes: as many as there are ranks"
+        "--nodes",
+        type=at_least_one,
+        help="number of nodes, instead of that of the tables; with --engine processes it is the number of ranks",
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda")
-    parser.add_argument("--minutes", type=above_zero, help="start no run after so many")
+    parser.add_argument("--minutes", type=above_zero, help="start no new run after this many minutes")
     parser.add_argument("--timeout", type=above_zero, default=600.0, help="seconds that processes wait for each other")
-    parser.add_argument("--quick", action="store_true", help="a small table, one seed, short runs")
-    parser.add_argument("--out", type=Path, help=f"file of the results; {results} if not given, with --quick one in the current folder")
+    parser.add_argument("--quick", action="store_true", help="run a small table with one seed and short runs")
+    parser.add_argument("--out", type=Path, help=f"file for the results; {results} if not given, with --quick a file in the current folder")
 
 
 def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, tables: Tables, results: Path) -> None:
-    """Fills in what depends on other options, and refuses what can't be."""
+    """Fills in the defaults that depend on other options, and reports wrong options."""
     options.seeds = options.seeds or (1 if options.quick else None)
     options.table = options.table or ([QUICK] if options.quick else [name for name in tables if name != QUICK])
     options.out = options.out or (Path(f"{results.stem}-quick.csv") if options.quick else results)
     names = list(dict.fromkeys(run.name for name in options.table for run in tables[name].runs))
     if unknown := [name for name in options.method or () if name not in names]:
-        parser.error(f"--method {', '.join(unknown)}: table {', '.join(options.table)} has {', '.join(names)}")
+        parser.error(f"--method {', '.join(unknown)}: not in table {', '.join(options.table)}, which has {', '.join(names)}")
     if options.engine == "simulated" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        parser.error("every rank would simulate all nodes: say --engine processes, or leave out torchrun")
+        parser.error("every rank would simulate all nodes: use --engine processes, or start it without torchrun")
     if options.engine == "processes" and "RANK" not in os.environ:
-        parser.error("--engine processes needs torchrun: torchrun --nproc-per-node N, then this command")
+        parser.error("--engine processes needs torchrun: run torchrun --nproc-per-node N, followed by this command")
     if options.device != "cpu" and not torch.cuda.is_available():
         parser.error(f"--device {options.device}: torch can't use that here; --device cpu works everywhere")
     with suppress(OSError):
         options.out.parent.mkdir(parents=True, exist_ok=True)
     if options.out.is_dir() or not options.out.parent.is_dir() or not os.access(options.out.parent, os.W_OK):
-        parser.error(f"--out {options.out}: a file is needed, in a folder that can be written to")
+        parser.error(f"--out {options.out}: give a file in a folder that you can write to")
 
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """What is wrong with the files that are read is one line, not a traceback."""
+    """Reports errors in the input files in one line, without a traceback."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -112,13 +121,13 @@ def refusing() -> Iterator[None]:
 
 @contextmanager
 def processes(options: argparse.Namespace) -> Iterator[bool]:
-    """Joins the others, if there are any. Is this the first of them?"""
+    """Joins the process group with --engine processes. Yields whether this is the first rank."""
     if options.engine == "simulated":
         yield True
         return
     if options.device != "cpu":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    # plain NCCL, not "cpu:gloo,cuda:nccl": the Averager would take that for a group that sends from host memory
+    # Plain "nccl": with "cpu:gloo,cuda:nccl" the Averager would send from host memory.
     dist.init_process_group("gloo" if options.device == "cpu" else "nccl", timeout=datetime.timedelta(seconds=options.timeout))
     try:
         yield dist.get_rank() == 0
@@ -129,26 +138,28 @@ def processes(options: argparse.Namespace) -> Iterator[bool]:
 
 @contextmanager
 def stoppable(out: Path) -> Iterator[None]:
-    """Ctrl-C is one line, too."""
+    """Reports Ctrl-C in one line, without a traceback."""
     try:
         yield
     except KeyboardInterrupt:
-        raise SystemExit(f"stopped: what was finished is in {out}, and is not run again") from None
+        raise SystemExit(f"stopped: the finished runs are in {out}, and are not run again") from None
 
 
 class Runner(Protocol):
-    examples: int  # to train on
+    """Trains one run of a study."""
+
+    examples: int  # number of training examples
 
     def __call__(self, run: Run) -> Finished: ...
     def settings(self, run: Run) -> Settings: ...
-    def trainer_key(self, run: Run) -> tuple[int, float]: ...  # runs with the same one share a trainer, and what it has compiled
+    def trainer_key(self, run: Run) -> tuple[int, float]: ...  # runs with the same key share a trainer and its compiled code
 
 
 def run_missing(options: argparse.Namespace, tables: Tables, run_one: Runner, is_first: bool) -> None:
-    """All runs of the tables that are not in the results file yet, those that share a trainer one after the other, seed by seed.
+    """Trains all runs of the tables that are not in the results file yet. Runs that share a trainer come together, seed by seed.
 
-    What is missing, and when to stop, the first rank says to all: they may see other files and have other clocks, and would wait for each
-    other for ever.
+    The first rank decides for all ranks which runs are missing and when to stop. Otherwise ranks with different files or clocks would
+    wait for each other forever.
     """
     wanted = _wanted(options, tables)
     with refusing():
@@ -176,7 +187,7 @@ def _check_size(wanted: list[Run], batch: int, examples: int) -> None:
     nodes = max(run.nodes for run in wanted)
     if nodes * batch > examples:
         raise ValueError(
-            f"{nodes} nodes x --batch {batch} are more than there is to train on ({examples}): fewer nodes, or a smaller --batch"
+            f"{nodes} nodes x --batch {batch} are more than the {examples} training examples: use fewer nodes or a smaller --batch"
         )
 
 
@@ -189,14 +200,14 @@ def _wanted(options: argparse.Namespace, tables: Tables) -> list[Run]:
 
 
 def _shown(run: Run, row: dict[str, str]) -> Row:
-    """A finished run, for people to read."""
+    """Formats a finished run for printing."""
     settings = {"method": run.name, **{name: "-" if (value := getattr(run, name)) is None else value for name in SHOWN}, "seed": run.seed}
     value = f"{100 * float(row['accuracy']):.2f} %" if row["accuracy"] else "-"
     return {**settings, "accuracy": value, "loss": f"{float(row['loss']):.4f}", "hours, modelled": f"{float(row['hours']):.2f}"}
 
 
 def _telling_apart(rows: list[Row]) -> list[Row]:
-    """Without settings that are the same in all rows.
+    """Leaves out the settings that are the same in all rows.
 
     >>> _telling_apart([{"H": 3, "split": "iid", "loss": 1.0}, {"H": 6, "split": "iid", "loss": 1.0}])
     [{'H': 3, 'loss': 1.0}, {'H': 6, 'loss': 1.0}]

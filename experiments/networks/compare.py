@@ -1,4 +1,4 @@
-"""What several seeds say together: means, deviations, a paired test against Parallel SGD, and when a target was reached."""
+"""Statistics over several seeds: means, deviations, a paired test against Parallel SGD, and the time to a target."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from networks.store import Store
 
 @dataclass(frozen=True)
 class Seeds:
-    """One run of a table over its seeds. `values`: accuracy, or where there is none the loss."""
+    """One run of a table over its seeds. `values` holds accuracies, or losses if there is no accuracy."""
 
     run: Run
     seeds: tuple[int, ...]
     values: tuple[float, ...]
-    steps: int  # of one seed
+    steps: int  # per seed
     worst_node: float
     global_share: float
     hours: float
-    seconds: float  # of all seeds together, on the device
+    seconds: float  # on the device, for all seeds together
     is_accuracy: bool
     curves: tuple[tuple[tuple[float, float], ...], ...]  # for each seed, for each epoch: training loss, value
 
@@ -36,7 +36,7 @@ class Seeds:
 
 
 def of_table(table: Table, store: Store) -> list[Seeds]:
-    """Runs of which at least one seed is finished, in the table's order."""
+    """Return the runs with at least one finished seed, in the order of the table."""
     found = []
     for run in table.runs:
         rows = [(seed, row) for seed, row in ((s.seed, store.find(s)) for s in _seeded(table, run)) if row is not None]
@@ -70,20 +70,20 @@ def _together(run: Run, rows: list[tuple[int, dict[str, str]]], store: Store) ->
 
 
 def _pairs(ours: Seeds, theirs: Seeds) -> tuple[list[float], list[float]]:
-    """Values of the seeds that both have."""
+    """Return the values of the seeds that both have."""
     both = sorted(set(ours.seeds) & set(theirs.seeds))
     first, second = ([one.values[one.seeds.index(seed)] for seed in both] for one in (ours, theirs))
     return first, second
 
 
 def difference(ours: Seeds, theirs: Seeds) -> float:
-    """Of the means, over the seeds that both have."""
+    """Return the difference of the means over the seeds that both have."""
     first, second = _pairs(ours, theirs)
     return statistics.mean(first) - statistics.mean(second)
 
 
 def p_value(ours: Seeds, theirs: Seeds) -> float | None:
-    """Of a paired t-test over the seeds that both have; None with fewer than three."""
+    """Return p of a paired t-test over the seeds that both have, or None with fewer than three."""
     from scipy.stats import ttest_rel
 
     pairs = _pairs(ours, theirs)
@@ -95,7 +95,7 @@ def p_value(ours: Seeds, theirs: Seeds) -> float | None:
 
 
 def first_epoch(curve: Sequence[tuple[float, float]], target: float) -> float:
-    """The first after which the accuracy is at the target or above; infinity if none is.
+    """Return the first epoch that ends at the target accuracy or above, or infinity.
 
     >>> first_epoch([(2.0, 0.5), (1.0, 0.8), (0.9, 0.9)], 0.8), first_epoch([(2.0, 0.5)], 0.8)
     (2.0, inf)
@@ -104,6 +104,6 @@ def first_epoch(curve: Sequence[tuple[float, float]], target: float) -> float:
 
 
 def epochs_to(target: float, seeds: Seeds) -> tuple[float, int]:
-    """The median over seeds, where one that never gets there counts as later than all; and how many get there."""
+    """Return the median epoch over seeds, and how many seeds reach the target. A seed that does not counts as later than all."""
     first = [first_epoch(curve, target) for curve in seeds.curves]
     return statistics.median_high(first), sum(map(math.isfinite, first))

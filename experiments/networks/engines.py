@@ -1,4 +1,4 @@
-"""What trains, for the studies of networks: all nodes in this process (`Simulated`), or one of them among real processes (`OneOfMany`)."""
+"""Trains the networks of the studies: all nodes in this process (`Simulated`), or one node per real process (`OneOfMany`)."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import rumor
-from rumor.algorithm import Algorithm
+from rumor.methods.gossip_pga import Algorithm
 
 T = TypeVar("T")
-Tensors = tuple[Tensor, ...]  # of a batch: [nodes that are here, B, ...] each
-Loss = Callable[..., Tensor]  # of a model and one node's batch
+Tensors = tuple[Tensor, ...]  # a batch: tensors of shape [nodes in this process, B, ...]
+Loss = Callable[..., Tensor]  # takes a model and one node's batch
 MakeOptimizer = Callable[[Iterator[tuple[str, nn.Parameter]], nn.Module, Tensor], torch.optim.Optimizer]  # parameters, one node's model, lr
 
 
 class Trainer(Protocol):
-    nodes: list[int]  # that are here
+    """Trains some or all nodes, step by step."""
+
+    nodes: list[int]  # the nodes in this process
 
     def start(self, algorithm: Algorithm) -> None: ...
-    def step(self, batch: Tensors, lr: float) -> Tensor: ...  # losses of the nodes that are here
+    def step(self, batch: Tensors, lr: float) -> Tensor: ...  # returns the losses of the nodes in this process
     def mean_model(self) -> nn.Module: ...
     def node_models(self) -> Iterator[nn.Module]: ...
     def global_rounds(self) -> int: ...
 
 
 def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The same as a CUDA graph, launched as one; its result lies in the same memory each time."""
+    """Captures `step` as a CUDA graph. Every call returns its result in the same memory."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(3):  # compiles, and makes the optimizer's state
+        for _ in range(3):  # compiles the step and creates the optimizer's state
             step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
@@ -52,7 +54,7 @@ def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 class Simulated:
-    """n nodes on one device. On a GPU forward, backward and optimizer are compiled, and captured in a graph, once for all methods."""
+    """n nodes on one device. On a GPU, forward, backward and optimizer are compiled and captured as a graph, once for all methods."""
 
     def __init__(self, model: nn.Module, n: int, like: Tensors, loss_of: Loss, optimizer: MakeOptimizer, average_gradients: bool = False):
         self.model, self.nodes, self._average_gradients = model, list(range(n)), average_gradients
@@ -76,7 +78,7 @@ class Simulated:
 
     @torch.no_grad()
     def start(self, algorithm: Algorithm) -> None:
-        """With the model as it is now."""
+        """Starts a run from the current model."""
         self.sim.restart(algorithm)
         for state in self._opt.state.values():
             for value in state.values():
@@ -84,8 +86,8 @@ class Simulated:
                     value.zero_()
 
     def step(self, batch: Tensors, lr: float) -> Tensor:
-        for room, tensor in zip(self._batch, batch, strict=True):
-            room.copy_(tensor)
+        for static, tensor in zip(self._batch, batch, strict=True):
+            static.copy_(tensor)
         self._lr.fill_(lr)
         losses = self._train()
         self.sim.step(losses, lr=lr)
@@ -102,7 +104,7 @@ class Simulated:
 
 
 class OneOfMany:
-    """This rank's node, under torchrun."""
+    """The node of this rank, started by torchrun."""
 
     def __init__(self, model: nn.Module, device: torch.device, loss_of: Loss, optimizer: MakeOptimizer, average_gradients: bool = False):
         self.model, self._loss_of, self._optimizer = model, loss_of, optimizer
@@ -111,7 +113,7 @@ class OneOfMany:
         self._trained = DistributedDataParallel(model) if average_gradients else model
 
     def start(self, algorithm: Algorithm) -> None:
-        """With the model as it is now, which all ranks have drawn from one seed; from here on chance (dropout) is each rank's own."""
+        """Starts a run from the current model, which is equal on all ranks. From here on each rank has its own random numbers."""
         torch.manual_seed(1_000_003 * (torch.initial_seed() + 1) + self.nodes[0])
         self._averager = rumor.Averager(self.model, algorithm)
         self._opt = self._optimizer(self.model.named_parameters(), self.model, self._lr)
@@ -136,18 +138,18 @@ class OneOfMany:
         return self._averager.metrics.rounds["global"]
 
 
-class Latest:
-    """The last trainer, and its model, for as long as runs have the same key: what it has compiled serves the next one."""
+class TrainerCache:
+    """Keeps the last trainer and its model. Runs with the same key use it again, with everything that it has compiled."""
 
     def __init__(self) -> None:
         self._key: object = None
-        self._made: tuple[Trainer, nn.Module] | None = None
+        self._cached: tuple[Trainer, nn.Module] | None = None
 
     def get(self, key: object, make: Callable[[], tuple[Trainer, nn.Module]]) -> tuple[Trainer, nn.Module]:
-        if self._made is None or self._key != key:
-            self._made = None  # one set of stacked models at a time
-            self._key, self._made = key, make()
-        return self._made
+        if self._cached is None or self._key != key:
+            self._cached = None  # free the old stacked models first
+            self._key, self._cached = key, make()
+        return self._cached
 
 
 def device_name(device: torch.device) -> str:
@@ -155,7 +157,7 @@ def device_name(device: torch.device) -> str:
 
 
 def mean_over_ranks(loss: Tensor) -> float:
-    """The mean of all ranks', where there are several. It stays on its device: NCCL takes nothing else."""
+    """Averages the loss over all ranks, if there are several. It stays on its device, because NCCL needs that."""
     if dist.is_initialized():
         loss = loss.double() / dist.get_world_size()
         dist.all_reduce(loss)
@@ -163,21 +165,22 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 
 def as_first_says(value: T) -> T:
-    """The first rank's value, on every rank."""
+    """Returns the value of the first rank on every rank."""
     if not dist.is_initialized():
         return value
-    said = [value]
-    dist.broadcast_object_list(said, src=0)
-    return said[0]
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def step_bar(steps: int) -> tqdm[Any]:
-    """Of one run, where somebody looks at a terminal, on the first rank; gone at its end."""
+    """A progress bar for one run. Only the first rank shows it, on a terminal, and it disappears at the end."""
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     return tqdm(total=steps, unit=" steps", leave=False, disable=None if is_first else True)
 
 
 def all_of_ranks(values: list[float]) -> list[float]:
+    """Concatenates the values of all ranks."""
     if not dist.is_initialized():
         return values
     rows: list[list[float]] = [[] for _ in range(dist.get_world_size())]

@@ -1,4 +1,4 @@
-"""Where our order is the paper's: pairs of runs that it compares, the difference that it reports, and ours with a paired test."""
+"""Compare our order of methods with the paper's: its difference for each pair of runs, and ours with a paired test."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from networks.store import Store
 
 MOST_SEEDS = 5
 SIGNIFICANT = 0.05
-LONG_ENOUGH = 6_000  # steps of Table 11's runs: with fewer some end on a BERT's first plateau, and the order is that of who has left it
-ALIKE = {True: 0.1, False: 0.02}  # the paper's difference up to which it calls two ends the same: points of accuracy (True), or loss
-LARGE = 3  # times that: ours, if larger, is not called none, though it may be chance
+LONG_ENOUGH = 6_000  # steps of Table 11's runs: in shorter runs, the order only shows which methods have left BERT's first plateau
+ALIKE = {True: 0.1, False: 0.02}  # differences of the paper up to this count as none: points of accuracy (True), or loss (False)
+LARGE = 3  # our difference counts as none only up to so many times ALIKE, even if it may be chance
 
 
 class Pair(NamedTuple):
-    """Two runs that stand in one table of the paper."""
+    """Two runs that one table of the paper compares."""
 
     table: str
     first: Run
@@ -62,7 +62,7 @@ OF_TEXT = (
 
 
 def order_table(pairs: tuple[Pair, ...], store: Store, least_steps: int = 0) -> list[tables.Row]:
-    """A row for each pair that both have three seeds or more, of runs of as many steps or more."""
+    """A row for each pair whose runs both have at least three seeds and `least_steps` steps."""
     rows: list[tables.Row] = []
     for pair in pairs:
         found = compare.of_table(Table(pair[1:], MOST_SEEDS), store)
@@ -82,18 +82,19 @@ def _row(pair: Pair, ours: float, p: float, is_accuracy: bool) -> tables.Row:
         "paper": "-" if paper is None else f"{paper:+.2f}",
         "ours": f"{ours:+.{digits}f}",
         "p": "< 0.001" if p < 0.001 else f"{p:.3f}",
-        "": "-" if paper is None else verdict(paper, ours, p, ALIKE[is_accuracy]),
+        "verdict": "-" if paper is None else verdict(paper, ours, p, ALIKE[is_accuracy]),
     }
 
 
 def verdict(paper: float, ours: float, p: float, alike: float) -> str:
-    """
+    """Say whether our difference agrees with the paper's.
+
     >>> verdict(0.9, 0.3, 0.01, alike=0.1), verdict(0.9, 0.3, 0.2, alike=0.1), verdict(0.9, -0.3, 0.01, alike=0.1)
     ('agrees', 'not shown', 'differs')
     >>> verdict(0.02, 0.2, 0.2, alike=0.1), verdict(0.02, 0.5, 0.2, alike=0.1), verdict(0.02, -0.2, 0.01, alike=0.1)
     ('no difference seen', 'not shown', 'differs')
     """
-    same = abs(paper) <= alike  # says the paper
+    same = abs(paper) <= alike  # in the paper
     if p >= SIGNIFICANT:
         return "no difference seen" if same and abs(ours) <= LARGE * alike else "not shown"
     return "agrees" if not same and (paper > 0) == (ours > 0) else "differs"

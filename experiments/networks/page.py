@@ -1,6 +1,8 @@
-"""Writes the tables and pictures of docs/networks.md from the results files, so that no figure there is typed in:
+"""Write the tables and pictures of docs/networks.md from the results files.
 
-python experiments/networks/page.py            # rewrite what stands between <!-- table X --> and <!-- end -->
+    python experiments/networks/page.py            # rewrites the text between <!-- table X --> and <!-- end -->
+
+No number of these tables is typed by hand.
 """
 
 from __future__ import annotations
@@ -28,61 +30,67 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 STEP_TIMES = ROOT / "benchmarks" / "results" / "simulated-step.json"
 NOT_YET = "*Not run yet.*"
-BELOW = 0.0026  # the target of Table 7 is so much below Parallel SGD's accuracy, as 76 % is below 76.26 %
+BELOW = 0.0026  # Table 7: the distance of the target below Parallel SGD's accuracy, as 76 % is below the paper's 76.26 %
 
 
 def image_table(name: str, table: Table, store: Store) -> str:
-    def row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
-        row: tables.Row = {
-            **_settings(seeds, name),
-            "accuracy, %": _over_seeds(seeds, 100, 2),
-            "worst node": f"{100 * seeds.worst_node:.2f}",
-        }
-        row["p"] = _p(seeds, parallel)
-        row["global steps"] = f"{seeds.global_share:.1%}"
-        row["hours"] = f"{seeds.hours:.2f}"
-        if name.startswith("7") and parallel is not None:
-            row["epochs / hours to target"] = _to_target(seeds, parallel.mean - BELOW)
-        row["paper: %"] = f"{paper.value:.2f}" if paper else "-"
-        row["paper: hours"] = f"{paper.hours:.2f}" if paper and paper.hours else "-"
-        if name.startswith("7"):
-            row["paper: epochs / hours to 76 %"] = paper.to_target if paper else "-"
-        return row
+    """Accuracies beside the paper's; for Table 7 a second table with the time to the target."""
 
-    return _table(name, table, store, row_of)
+    def row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
+        return {
+            "method": _method(seeds.run, name),
+            "accuracy, %": _over_seeds(seeds, 100, 2),
+            "paper: %": f"{paper.value:.2f}" if paper else "-",
+            "p": _p(seeds, parallel),
+            "worst node": f"{100 * seeds.worst_node:.2f}",
+            "global steps": f"{seeds.global_share:.1%}",
+            _hours_title(name, table): _hours(seeds, paper, 2),
+        }
+
+    def target_row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
+        reached = "-" if parallel is None else _to_target(seeds, parallel.mean - BELOW)
+        papers = paper.to_target if paper else "-"
+        return {"method": _method(seeds.run, name), "epochs / hours to target": reached, "paper: epochs / hours to 76 %": papers}
+
+    parts = (row_of, target_row_of) if name.startswith("7") else (row_of,)
+    return "\n\n".join(_table(name, table, store, part) for part in parts)
 
 
 def _table(name: str, table: Table, store: Store, row_of: Callable[[Seeds, Seeds | None, Reported | None], tables.Row]) -> str:
-    """A row for each run that has some seeds, beside Parallel SGD's and what the paper reports."""
+    """A row for each run that has results. Columns for which the paper reports nothing are left out."""
     found = compare.of_table(table, store)
     rows = [row_of(seeds, _parallel(seeds, found), reported(name, seeds.run)) for seeds in found]
     unreported = {column for column in (rows[0] if rows else ()) if column.startswith("paper") and all(row[column] == "-" for row in rows)}
     return tables.as_text([{k: v for k, v in row.items() if k not in unreported} for row in rows]) if rows else NOT_YET
 
 
+def _hours_title(name: str, table: Table) -> str:
+    papers = (reported(name, run) for run in table.runs)
+    return "hours (paper)" if any(paper and paper.hours for paper in papers) else "hours"
+
+
+def _hours(seeds: Seeds, paper: Reported | None, digits: int) -> str:
+    return f"{seeds.hours:.{digits}f}" + (f" ({paper.hours:.{digits}f})" if paper and paper.hours else "")
+
+
 def _parallel(seeds: Seeds, found: list[Seeds]) -> Seeds | None:
-    """Parallel SGD with as many nodes, the same split and the same momentum."""
+    """Find Parallel SGD with the same number of nodes, the same split and the same momentum."""
     wanted = ("nodes", "split", "momentum")
     alike = (s for s in found if s.run.method == "Parallel SGD" and all(getattr(s.run, w) == getattr(seeds.run, w) for w in wanted))
     return next(alike, None)
 
 
-def _settings(seeds: Seeds, table: str) -> tables.Row:
-    run = seeds.run
-    row: tables.Row = {"method": run.name}
-    if run.topology == "ring":
-        row["method"] = f"{run.name}, ring"
-    if run.H is not None and table in ("8", "15"):
-        row["method"] = f"{row['method']}, H = {run.H}"
-    if table == "10":
-        row["nodes"] = run.nodes
-    if table == "labels":
-        row["labels"] = run.split
-    return row
+def _method(run: Run, table: str) -> str:
+    """The method, and the setting that varies within the table."""
+    marks = ["ring"] if run.topology == "ring" else []
+    marks += [f"H = {run.H}"] if run.H is not None and table in ("8", "15") else []
+    marks += [f"{run.nodes} nodes"] if table == "10" else []
+    marks += [run.split] if table == "labels" else []
+    return ", ".join([run.name, *marks])
 
 
 def _over_seeds(seeds: Seeds, times: int, digits: int) -> str:
-    """Mean, standard deviation if there is one, and how many."""
+    """Format the mean, the standard deviation if there is one, and the number of seeds."""
     shown = [f"{times * value:.{digits}f}" for value in (seeds.mean, seeds.deviation) if not math.isnan(value)]
     return f"{' ± '.join(shown)} ({len(seeds.values)})"
 
@@ -93,7 +101,7 @@ def _p(seeds: Seeds, parallel: Seeds | None) -> str:
 
 
 def _to_target(seeds: Seeds, target: float) -> str:
-    """Epochs and hours, and how many seeds get there if not all do."""
+    """Format the epochs and hours to the target, and the number of seeds that reach it unless all do."""
     (epochs, reached), of = compare.epochs_to(target, seeds), len(seeds.values)
     if not reached:
         return "not reached"
@@ -103,23 +111,24 @@ def _to_target(seeds: Seeds, target: float) -> str:
 
 
 def text_table(name: str, table: Table, store: Store) -> str:
+    """Losses on held-out text beside the paper's training loss."""
+
     def row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
         return {
             "method": seeds.run.name,
             "held-out loss": _over_seeds(seeds, 1, 3),
-            "worst node": f"{seeds.worst_node:.3f}",
-            "p": _p(seeds, parallel),
-            "global steps": f"{seeds.global_share:.1%}",
-            "hours": f"{seeds.hours:.1f}",
             "paper: loss": f"{paper.value:.2f}" if paper else "-",
-            "paper: hours": f"{paper.hours:.1f}" if paper and paper.hours else "-",
+            "p": _p(seeds, parallel),
+            "worst node": f"{seeds.worst_node:.3f}",
+            "global steps": f"{seeds.global_share:.1%}",
+            _hours_title(name, table): _hours(seeds, paper, 1),
         }
 
     return _table(name, table, store, row_of)
 
 
 def rates_table(by_rate: Mapping[float, Store]) -> str:
-    """Table 11's methods at the learning rates that were tried, and each at its best beside Parallel SGD at its own."""
+    """Methods of Table 11 at each learning rate that was tried, and the best of each method beside the best of Parallel SGD."""
     by_run = _by_run(by_rate)
     rows: list[tables.Row] = []
     best = [seeds for _, seeds in _at_best(by_run)]
@@ -141,12 +150,12 @@ def _by_run(by_rate: Mapping[float, Store]) -> dict[Run, dict[float, Seeds]]:
 
 
 def _at_best(by_run: dict[Run, dict[float, Seeds]]) -> list[tuple[float, Seeds]]:
-    """Each with the learning rate that has the lowest loss, of those that have the most seeds."""
+    """Find the learning rate with the lowest loss for each run, among the rates with the most seeds."""
     return [min(at.items(), key=lambda tried: (-len(tried[1].values), tried[1].mean)) for at in by_run.values()]
 
 
 def time_table(stores: list[tuple[dict[str, Table], Store]]) -> str:
-    """GPU minutes of each table; a run that stands in several is counted in the first."""
+    """GPU minutes of each table. A run in several tables counts in the first."""
     rows: list[tables.Row] = []
     runs, all_minutes = 0, 0.0
     for of_study, store in stores:
@@ -162,16 +171,19 @@ def time_table(stores: list[tuple[dict[str, Table], Store]]) -> str:
 
 
 def step_table() -> str:
-    """What simulating costs, beside one big batch."""
+    """Milliseconds of a simulated step beside one big batch."""
     if not STEP_TIMES.exists():
         return NOT_YET
     seconds = json.loads(STEP_TIMES.read_text())["seconds"]
     others = [name for name in seconds if "big batch" in name or "graph" in name]
-    rows = [{"a step": name, "ms": f"{1e3 * s:.2f}", **{f"x {o}": f"{s / seconds[o]:.2f}" for o in others}} for name, s in seconds.items()]
+    rows = [
+        {"a step": name, "ms": f"{1e3 * s:.2f}", **{f"times {o}": f"{s / seconds[o]:.2f}" for o in others}} for name, s in seconds.items()
+    ]
     return tables.as_text(rows)
 
 
 def filled_in(text: str, images: Store, by_rate: Mapping[float, Store]) -> str:
+    """Return the page with every table rebuilt from the results."""
     words = by_rate[LR]
     of_images = {_word(name): name for name in IMAGES}
     of_text = {_word(name): name for name in TEXT}
@@ -203,7 +215,7 @@ def _word(table: str) -> str:
 
 
 def stores() -> tuple[Store, dict[float, Store]]:
-    """Of images, and of text by learning rate."""
+    """Return the results of images, and the results of text by learning rate."""
     path = RESULTS / "language_modeling.csv"
     rates = {LR, *Store.as_written(path, TEXT).learning_rates()}
     by_rate = {lr: Store.as_written(path, TEXT, lr) for lr in sorted(rates)}

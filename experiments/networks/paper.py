@@ -1,4 +1,4 @@
-"""What the paper reports, typed in from its tables: accuracy in %, hours, and "epochs / hours" to 76 %; of Table 11 the final loss."""
+"""The paper's results, copied from its tables: accuracy in %, hours, and "epochs / hours" to reach 76 %; for Table 11 the final loss."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TABLE_11 = {
 
 
 def reported(table: str, run: Run) -> Reported | None:
-    """What the paper has in that table in the place of this run, if anything."""
+    """The paper's result for this run in that table, or None."""
     if table == "10":
         return BY_NODES[run.method].get(run.nodes)
     if table == "16":

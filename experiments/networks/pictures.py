@@ -1,4 +1,4 @@
-"""Curves of training, as in the paper's figures 2, 3 and 8: over iterations on the left, over modelled hours on the right."""
+"""Training curves as in the paper's figures 2, 3 and 8: over iterations on the left, over modelled hours on the right."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from networks.compare import Seeds
-from rumor.files import replacing
+from rumor.checkpoint.files import replacing
 from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
-LOOKS = {  # a colour and dashes, which tell curves apart in grey print
+LOOKS = {  # colour and dashes; the dashes tell curves apart in grey print
     "Parallel SGD": (BLACK, "-"),
     "Local SGD": (ORANGE, (0, (1, 1))),
     "Gossip SGD": (VERMILION, (0, (5, 2))),
@@ -24,7 +24,7 @@ LOOKS = {  # a colour and dashes, which tell curves apart in grey print
 
 
 def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, path: Path, names: Sequence[str] = ()) -> None:
-    """A row of panels for each measure: what the curves hold, "training loss" first. `names`: for the legend, if not the methods'."""
+    """Draw a row of panels for each measure of the curves, "training loss" first. `names` replaces the method names in the legend."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -41,7 +41,7 @@ def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, pat
             for axis, whole in zip(row, (seeds.steps, seeds.hours), strict=True):
                 _draw(axis, seeds, done * whole, place, name)
         low, high = _range(list(once.values()), place)
-        for axis, label in zip(row, ("iterations", "hours, as modelled"), strict=True):
+        for axis, label in zip(row, ("iterations", "modelled hours"), strict=True):
             axis.set(xlabel=label, ylabel=measure, xlim=(0, None), ylim=(low, high))
             axis.grid(alpha=0.25, linewidth=0.5)
     handles, labels = axes.flat[0].get_legend_handles_labels()
@@ -54,7 +54,7 @@ def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, pat
 
 
 def _values(seeds: Seeds, place: int) -> Any:
-    """[seeds, points]; accuracies in %."""
+    """Return the values as [seeds, points], accuracies in %."""
     return np.array([[point[place] for point in curve] for curve in seeds.curves]) * (100 if place and seeds.is_accuracy else 1)
 
 
@@ -67,7 +67,7 @@ def _draw(axis: Any, seeds: Seeds, x: Any, place: int, name: str) -> None:
 
 
 def _range(found: Sequence[Seeds], place: int) -> tuple[float, float]:
-    """Without the first third, which would hide the differences at the end."""
+    """Return the range of the y-axis. The first third of the run is left out, because it would hide the differences at the end."""
     later = np.concatenate([_values(seeds, place)[:, len(seeds.curves[0]) // 3 :].ravel() for seeds in found])
     room = 0.04 * (later.max() - later.min())
     return float(later.min() - room), float(later.max() + room)

@@ -1,4 +1,4 @@
-"""A training run, as a value, and tables of them: each run is run once, however many tables it is in."""
+"""Training runs as values, and tables of runs. A run that is in several tables is run once."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import rumor
-from rumor.algorithm import Algorithm
+from rumor.methods.gossip_pga import Algorithm
 
 AGA_WARM_UP = 0.04  # share of all steps
 IID = "iid"
-QUICK = "quick"  # the name of a small table, which is run only when asked for
+QUICK = "quick"  # the name of a small table, which is run on request only
 
 
 @dataclass(frozen=True)
 class Run:
-    """`stretch`: how many times as long as usual, with the whole schedule of learning rates."""
+    """One training run. `stretch` multiplies its length, and stretches the learning-rate schedule with it."""
 
     method: str
     topology: str = "one_peer_exponential"
@@ -23,12 +23,12 @@ class Run:
     nodes: int = 32
     stretch: int = 1
     split: str = IID  # or dirichlet(0.3)
-    momentum: float | None = 0.9  # None: the optimizer has no such thing
+    momentum: float | None = 0.9  # None if the optimizer has no momentum
     seed: int = 0
 
     @property
     def name(self) -> str:
-        """As the paper writes it."""
+        """The name of the run in the paper."""
         return self.method + (f" x{self.stretch}" if self.stretch > 1 else "")
 
     def algorithm(self, steps: int) -> Algorithm:
@@ -47,13 +47,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Table:
-    """Of the paper, by its number, or of ours, by a word."""
+    """A table of the paper (its key is a number), or one of ours (its key is a word)."""
 
     runs: tuple[Run, ...]
     seeds: int = 3
 
     def all_runs(self, seeds: int | None = None) -> Iterator[Run]:
-        """Seed by seed, so that what is there when time runs out can be compared."""
+        """Yields the runs seed by seed, so that the finished runs can be compared if time runs out."""
         for seed in range(seeds or self.seeds):
             for run in self.runs:
                 yield replace(run, seed=seed)
@@ -63,7 +63,7 @@ Tables = Mapping[str, Table]
 
 
 def tables_of(run: Run, tables: Tables) -> list[str]:
-    """Where it stands; the small table is named only where there is no other."""
+    """The tables that this run is in. The quick table is named only if there is no other."""
     plain = replace(run, seed=0)
     names = [name for name, table in tables.items() if plain in table.runs and run.seed < table.seeds]
     return [name for name in names if name != QUICK] or names

@@ -1,4 +1,4 @@
-"""Finished runs: one line each in a results file, and their curves in another beside it. Both are written anew, aside, and renamed."""
+"""Stores finished runs: one line each in a results file, and their curves in a second file. Both files are replaced atomically."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from itertools import chain
 from pathlib import Path
 
 from networks.runs import Run, Tables, tables_of
-from rumor.files import replacing
+from rumor.checkpoint.files import replacing
 
 Row = dict[str, str]
 Key = tuple[str, ...]
-KEY = (  # what decides a run, and so tells it from all others
+KEY = (  # the columns that identify a run
     *("method", "topology", "H", "nodes", "stretch", "epochs", "steps", "seed", "split", "momentum"),
     *("lr", "batch", "weight_decay", "smoothing", "net", "data"),
 )
@@ -25,27 +25,27 @@ CURVE_COLUMNS = (*KEY, "point", "loss", "value")
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a run beside what its table says of it."""
+    """The settings of a run that are not in its table."""
 
     data: str
     net: str
-    epochs: int  # of the whole run, as are steps
-    steps: int
-    batch: int  # of a node
-    lr: float  # the highest
+    epochs: int  # of the whole run
+    steps: int  # of the whole run
+    batch: int  # of one node
+    lr: float  # the highest learning rate
     weight_decay: float
-    smoothing: float | None  # of labels; None where there are none
+    smoothing: float | None  # label smoothing; None if there are no labels
 
     def stretched(self, times: int) -> Settings:
         return replace(self, epochs=times * self.epochs, steps=times * self.steps)
 
 
-SettingsOf = Callable[[Run], Settings | None]  # None: there are no such runs
+SettingsOf = Callable[[Run], Settings | None]  # returns None if there are no such runs
 
 
 @dataclass
 class Finished:
-    """What one run gave. `curve`: after each epoch the mean training loss and the test accuracy of the mean model."""
+    """The results of one run. `curve` holds the mean training loss and the test accuracy of the mean model after each epoch."""
 
     accuracy: float | None
     worst_node: float
@@ -58,6 +58,8 @@ class Finished:
 
 
 class Store:
+    """The results file and the curves file of a study."""
+
     def __init__(self, path: Path, tables: Tables, settings: SettingsOf):
         self.path, self.tables, self._settings = path, tables, settings
         self._rows: dict[Key, Row] = {}
@@ -65,7 +67,7 @@ class Store:
         self._read_again()
 
     def _read_again(self) -> None:
-        """What is in the files by now: another command may have added to them."""
+        """Reads the files again, because another command may have added to them."""
         self._rows = {_key_in(row): row for row in _read(self.path, COLUMNS)}
         self._points = {}
         for point in _read(self._curves, CURVE_COLUMNS):
@@ -73,8 +75,11 @@ class Store:
 
     @classmethod
     def as_written(cls, path: Path, tables: Tables, lr: float | None = None) -> Store:
-        """With the settings that the file's own runs had (those with that learning rate): for each number of nodes those of most runs that
-        are not stretched, so that a few trials in the same file change nothing."""
+        """Opens a file with the settings of its own runs (with that learning rate).
+
+        For each number of nodes it takes the settings that most runs have, without stretched runs. So a few trial runs in the same file
+        change nothing.
+        """
         runs: dict[int, Counter[Settings]] = {}
         for row in _read(path, COLUMNS):
             settings = _settings_in(row)
@@ -102,7 +107,7 @@ class Store:
         return None if key is None else self._rows.get(key)
 
     def curve(self, run: Run) -> tuple[tuple[float, float], ...]:
-        """After each epoch, or at each evaluation: the training loss, and the mean model's accuracy or loss."""
+        """The training loss and the mean model's accuracy or loss, after each epoch or at each evaluation."""
         key = self._key(run)
         points = [] if key is None else self._points.get(key, [])
         return tuple((float(point["loss"]), float(point["value"])) for point in points)
@@ -110,7 +115,7 @@ class Store:
     def add(self, run: Run, found: Finished) -> None:
         key, columns = self._key(run), {name: value for name, value in asdict(found).items() if name != "curve"}
         if key is None:
-            raise ValueError(f"no settings are known for {run}")
+            raise ValueError(f"there are no settings for {run}")
         self._read_again()
         named = dict(zip(KEY, key, strict=True))
         self._points[key] = [
@@ -120,7 +125,7 @@ class Store:
         tables = "; ".join(tables_of(run, self.tables))
         self._rows[key] = {"table": tables, **named, **{name: _short(value) for name, value in columns.items()}}
         _write(self._curves, chain.from_iterable(self._points.values()), CURVE_COLUMNS)
-        _write(self.path, self._rows.values(), COLUMNS)  # last: a run is finished when it is in here
+        _write(self.path, self._rows.values(), COLUMNS)  # last, because a run in this file counts as finished
 
 
 def _settings_in(row: Row) -> Settings:
@@ -138,17 +143,17 @@ def _short(value: object) -> str:
 
 
 def _read(path: Path, columns: tuple[str, ...]) -> list[Row]:
-    """Refuses a file that another version wrote, or that is damaged: it would be taken for one without some of its runs, and lose them."""
+    """Reads a file. Raises an error if it is damaged or from another version, because rewriting it would lose some of its runs."""
     if not path.exists():
         return []
     text = path.read_text("utf-8", errors="replace")
     reader = csv.DictReader(StringIO(text, newline=""), restkey="more")
     rows, other = list(reader), set(reader.fieldnames or ()) ^ set(columns)
     if other:
-        raise ValueError(f"{path} lacks or has too many of the columns {', '.join(sorted(other))}: name another file (--out)")
+        raise ValueError(f"{path} has missing or unknown columns, {', '.join(sorted(other))}: give another file with --out")
     broken = next((at for at, row in enumerate(rows, 2) if "more" in row or None in row.values()), None)
     if broken is not None or not text.endswith("\n"):
-        raise ValueError(f"{path}, line {broken or len(rows) + 1} is damaged: take the line out, or name another file (--out)")
+        raise ValueError(f"{path}, line {broken or len(rows) + 1} is damaged: remove the line, or give another file with --out")
     return rows
 
 

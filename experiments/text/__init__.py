@@ -1,1 +1,1 @@
-"""The text study: LAMB, data, training, tables and pictures. See ../language_modeling.py."""
+"""The text study: LAMB, data, model, training and tables. See ../language_modeling.py."""

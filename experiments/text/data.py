@@ -1,4 +1,4 @@
-"""Text as sequences of WordPieces: Wikipedia (enwik8), novels, any folder of .txt files. What was tokenised is kept on disk."""
+"""Reads text as sequences of WordPieces: Wikipedia (enwik8), novels, or any folder of .txt files. Tokens are cached on disk."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from rumor.files import replacing
+from rumor.checkpoint.files import replacing
 
-LENGTH = 128  # tokens of a sequence, [CLS] and [SEP] among them: BERT's first phase
-GUESSES = round(
-    0.15 * (LENGTH - 2)
-)  # tokens of a sequence to be guessed: 80 % of these are hidden, 10 % another one, 10 % left as they are
-HELD_OUT = 128  # every so many sequences, one is kept for evaluation
-FEWEST = 128  # sequences that a study can be made of
-MOST_LETTERS = 20_000  # that are tokenised at a time
-VERSION = 1  # of the cleaning: raise it when that changes
+LENGTH = 128  # tokens of a sequence including [CLS] and [SEP], as in BERT's first phase
+GUESSES = round(0.15 * (LENGTH - 2))  # tokens of a sequence to predict: 80 % are masked, 10 % replaced, 10 % unchanged
+HELD_OUT = 128  # one of this many sequences is held out for evaluation
+FEWEST = 128  # minimum number of sequences
+MOST_LETTERS = 20_000  # characters that are tokenised at a time
+VERSION = 1  # of the cleaning: increase it when the cleaning changes
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------------------------
 
 
 def texts(folder: Path) -> Iterator[str]:
-    """All documents of a folder: enwik8's articles, and every .txt file as one."""
+    """Yields all documents of a folder: the articles of enwik8, and each .txt file as one document."""
     found = False
     for path in sorted(folder.rglob("*")):
         if path.name == "enwik8":
@@ -41,11 +39,11 @@ def texts(folder: Path) -> Iterator[str]:
             found = True
             yield path.read_text("utf-8-sig", errors="replace").replace("\r\n", "\n")
     if not found:
-        raise FileNotFoundError(f"{folder} has no text: neither enwik8 nor a .txt file, in it or below it")
+        raise FileNotFoundError(f"{folder} and its subfolders have no text: neither enwik8 nor a .txt file")
 
 
 def articles(dump: str) -> Iterator[str]:
-    """Title and text of each page, without its mark-up.
+    """Yields the title and text of each page, without mark-up.
 
     >>> page = "<page><title>Rain</title><text xml:space='preserve'>'''Rain''' is [[water|wet]] {{stub}} &amp;amp; cold.</text></page>"
     >>> list(articles(page))
@@ -58,6 +56,7 @@ def articles(dump: str) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
+    """Removes the mark-up of Wikipedia."""
     for nested in (r"\{\{[^{}]*\}\}", r"\{\|[^{}]*?\|\}"):  # templates and tables, the innermost first
         while (shorter := re.sub(nested, "", text)) != text:
             text = shorter
@@ -69,8 +68,8 @@ def plain(text: str) -> str:
 
 
 def tokens(folder: Path, vocabulary: Path, cache: Path) -> NDArray[np.uint16]:
-    """All documents one after the other, each with a [SEP] at its end; tokenised the first time, read from `cache` from then on."""
-    from tokenizers import BertWordPieceTokenizer  # transformers' own takes its vocabulary under names that changed, and ignores others
+    """Returns the tokens of all documents in a row, with a [SEP] after each. They are tokenised once, and then read from `cache`."""
+    from tokenizers import BertWordPieceTokenizer  # transformers' own tokenizer renamed its vocabulary argument, and ignores the old name
 
     listing = sorted((str(p.relative_to(folder)), p.stat().st_size) for p in folder.rglob("*") if p.is_file())
     key = zlib.crc32(repr((VERSION, listing, vocabulary.read_bytes())).encode())
@@ -94,7 +93,7 @@ def tokens(folder: Path, vocabulary: Path, cache: Path) -> NDArray[np.uint16]:
 
 @dataclass(frozen=True)
 class Special:
-    """Numbers of BERT's special tokens, and how many tokens there are."""
+    """The ids of BERT's special tokens, and the size of the vocabulary."""
 
     cls: int
     sep: int
@@ -106,13 +105,13 @@ class Special:
         words = vocabulary.read_text("utf-8").splitlines()
         missing = [name for name in ("[CLS]", "[SEP]", "[MASK]") if name not in words]
         if missing:
-            raise ValueError(f"{vocabulary} has no {', '.join(missing)}: is it a WordPiece vocabulary of BERT's?")
+            raise ValueError(f"{vocabulary} has no {', '.join(missing)}: give a WordPiece vocabulary of BERT")
         return cls(*(words.index(name) for name in ("[CLS]", "[SEP]", "[MASK]")), len(words))
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """[N, LENGTH] each: what is trained on and what is held out."""
+    """The sequences to train on and the held-out ones, [N, LENGTH] each."""
 
     train: Tensor
     held_out: Tensor
@@ -122,7 +121,7 @@ class Sequences:
         return Sequences(self.train.to(device), self.held_out.to(device), self.special)
 
     def evaluated_on(self, most: int) -> Sequences:
-        """With no more than that held out, from all over the text."""
+        """Keeps at most that many held-out sequences, from the whole text."""
         return Sequences(self.train, self.held_out[:: max(1, len(self.held_out) // most)][:most], self.special)
 
     @classmethod
@@ -130,7 +129,7 @@ class Sequences:
         inside = LENGTH - 2
         count = len(stream) // inside
         if count < FEWEST:
-            raise ValueError(f"{len(stream)} tokens make {count} sequences of {LENGTH}: at least {FEWEST} needed")
+            raise ValueError(f"{len(stream)} tokens make {count} sequences of {LENGTH}, but at least {FEWEST} are needed: give more text")
         rows = torch.from_numpy(stream[: count * inside].astype(np.int32)).view(count, inside)
         ends = [torch.full((count, 1), number, dtype=torch.int32) for number in (special.cls, special.sep)]
         whole = torch.cat([ends[0], rows, ends[1]], dim=1)
@@ -139,9 +138,12 @@ class Sequences:
 
 
 def masked(x: Tensor, special: Special, random: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """What the model sees [..., LENGTH]; where it is to guess [..., GUESSES], as many places in every sequence; and what was there."""
+    """Masks tokens, the same number in every sequence.
+
+    Returns the input of the model [..., LENGTH], the masked positions [..., GUESSES], and the tokens that were there.
+    """
     chance = torch.rand(x.shape, device=x.device, generator=random)
-    chance[..., 0] = chance[..., -1] = -1.0  # [CLS] and the last [SEP] are no riddles
+    chance[..., 0] = chance[..., -1] = -1.0  # never mask [CLS] and the last [SEP]
     places = chance.topk(GUESSES, dim=-1).indices.sort(dim=-1).values
     there = x.gather(-1, places).long()
     what = torch.rand(there.shape, device=x.device, generator=random)

@@ -11,14 +11,14 @@ from torch import Tensor
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam whose step has, for each tensor, the length of the tensor itself times lr:
+    """Adam, but the step of each tensor has the length lr times the norm of the tensor:
 
     m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
     u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay x
-    x <- x - lr (||x|| / ||u||) u                                              (lr u where a norm is zero)
+    x <- x - lr (||x|| / ||u||) u                                              (lr u if a norm is zero)
 
-    `stacked`: tensors are [n, ...], one row a node, and norms are each node's own. `compiled`: by torch.compile, in a few passes over
-    memory; give lr as a tensor then, or each new value is compiled again.
+    With `stacked`, tensors are [n, ...] with one row per node, and each node has its own norms. With `compiled`, torch.compile fuses the
+    step; then pass lr as a tensor, because each new float would be compiled again.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Lamb(torch.optim.Optimizer):
     def _state(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         state = self.state[x]
         if not state:
-            # t is a tensor, so that a captured step can count
+            # t is a tensor, so that a step in a CUDA graph can count
             state.update(t=torch.zeros((), device=x.device), m=torch.zeros_like(x), v=torch.zeros_like(x))
         return state["t"], state["m"], state["v"]
 
@@ -58,7 +58,7 @@ class Lamb(torch.optim.Optimizer):
 def _advance(
     trained: list[tuple[Tensor, ...]], lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float, stacked: bool
 ) -> None:
-    """A step of all tensors of a group: x, its gradient, t, m and v of each."""
+    """Steps all tensors of a group. `trained` holds x, its gradient, t, m and v for each."""
     b1, b2 = betas
     for x, g, t, m, v in trained:
         t += 1
@@ -73,5 +73,5 @@ def _advance(
 
 
 def _one_minus_power(b: float, t: Tensor, dtype: torch.dtype) -> Tensor:
-    """1 - b^t, exact to the last digits also in float32: a compiled step works it out for every element, where float64 would be slow."""
+    """1 - b^t, accurate in float32, too. A compiled step computes it for every element, so float64 would be slow."""
     return -torch.expm1(t.to(torch.promote_types(dtype, torch.float32)) * (math.log(b) if b > 0 else -math.inf))

@@ -26,21 +26,21 @@ def bert(size: str, vocabulary: int, length: int) -> nn.Module:
         max_position_embeddings=length,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
-        attn_implementation="eager",  # the one that torch.func.vmap can take
+        attn_implementation="eager",  # works with torch.func.vmap
     )
     model: nn.Module = BertForMaskedLM(config)
     return model
 
 
-class Guessing(nn.Module):
-    """A BERT that is asked for some places only."""
+class MaskedBert(nn.Module):
+    """A BERT that predicts the tokens at some positions only."""
 
     def __init__(self, size: str, vocabulary: int, length: int):
         super().__init__()
         self.bert = bert(size, vocabulary, length)
 
     def forward(self, seen: Tensor, places: Tensor) -> Tensor:
-        """Logits [B, guesses, vocabulary]."""
+        """Returns logits [B, guesses, vocabulary]."""
         with torch.autocast(seen.device.type, torch.bfloat16, enabled=seen.is_cuda):
             hidden = self.bert.bert(seen).last_hidden_state  # [B, length, hidden]
             asked = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
@@ -48,12 +48,12 @@ class Guessing(nn.Module):
         return logits.float()
 
     def start(self) -> None:
-        """Draws all weights anew."""
+        """Initializes all weights again."""
         with torch.no_grad():
             for module in self.bert.modules():
                 self.bert._init_weights(module)
 
 
 def loss_of(model: nn.Module, seen: Tensor, places: Tensor, there: Tensor) -> Tensor:
-    """Of one node's batch: the cross-entropy of its guesses."""
+    """The cross-entropy of the predictions on one node's batch."""
     return nn.functional.cross_entropy(model(seen, places).flatten(0, 1), there.flatten())

@@ -1,4 +1,4 @@
-"""A run of the text study."""
+"""Trains one run of the text study."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from torch import Tensor, nn
 import rumor
 from networks.engines import Tensors, Trainer, all_of_ranks, mean_over_ranks, step_bar
 from networks.runs import Run
-from rumor.algorithm import Algorithm
+from rumor.methods.gossip_pga import Algorithm
 from text.data import Sequences, masked
 from text.lamb import Lamb
 from text.model import loss_of
 
 WARM_UP = 0.1  # share of all steps
-POWER = 0.5  # of the polynomial decay, as BERT's large-batch recipe has it
+POWER = 0.5  # of the polynomial decay, as in BERT's large-batch recipe
 WEIGHT_DECAY = 0.01
-EVALUATIONS = 20  # of a run that is not stretched
-AT_ONCE = 256  # held-out sequences
+EVALUATIONS = 20  # in a run that is not stretched
+AT_ONCE = 256  # held-out sequences per batch
 
 
 def lr_at(step: int, steps: int, peak: float) -> float:
-    """
+    """The learning rate: linear warm-up, then polynomial decay.
+
     >>> [round(lr_at(k, 100, 1.0), 3) for k in (0, 4, 9, 10, 55, 99)]
     [0.1, 0.5, 1.0, 1.0, 0.707, 0.105]
     """
@@ -36,7 +37,7 @@ def lr_at(step: int, steps: int, peak: float) -> float:
 
 
 def optimizer(named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: Tensor) -> Lamb:
-    """Norms and biases don't decay. Where leaves have a dimension more than one node's, they are stacked."""
+    """Builds LAMB without weight decay on norms and biases. Parameters with one more dimension than one node's are stacked."""
     dims = {name: p.dim() for name, p in of_one.named_parameters()}
     trained = [(name, p) for name, p in named if p.requires_grad]
     stacked = any(p.dim() > dims[name] for name, p in trained)
@@ -48,28 +49,28 @@ def optimizer(named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: 
 
 
 def algorithm_of(run: Run, steps: int) -> Algorithm:
-    """LAMB is not linear, so Parallel SGD averages gradients (as DDP does), and has no models to average."""
+    """The algorithm of a run. LAMB is not linear, so Parallel SGD averages gradients, as DDP does, and no models."""
     return rumor.gossip_sgd(rumor.isolated(run.nodes)) if run.method == "Parallel SGD" else run.algorithm(steps)
 
 
 @dataclass
 class Trained:
-    """`curve`: now and then the mean training loss since the last time, and the mean model's loss on what was held out."""
+    """A finished run. `curve` holds, at each evaluation, the mean training loss since the last one and the mean model's held-out loss."""
 
     curve: list[tuple[float, float]]
-    nodes: list[float]  # held-out loss of each at the end
+    nodes: list[float]  # held-out loss of each node at the end
     global_share: float
     seconds: float
 
 
 def batches(text: Sequences, nodes: list[int], n: int, batch: int, steps: int, seed: int) -> Iterator[Tensors]:
-    """Sequences in a new order each pass, dealt out to the nodes; those of `nodes`, with places to guess drawn anew each time.
+    """Yields the batches of `nodes`. Each pass over the text has a new order, and each batch new masked positions.
 
-    Riddles are drawn for all n nodes wherever some are asked for, so that a node gets the same ones from either engine.
+    The masks are drawn for all n nodes, even if only some are needed, so that a node gets the same ones from both engines.
     """
     device = text.train.device
     random, on_device = torch.Generator().manual_seed(seed), torch.Generator(device).manual_seed(1_000 * seed)
-    order = torch.empty(0, dtype=torch.long, device=device)  # there, so that no step waits for a copy
+    order = torch.empty(0, dtype=torch.long, device=device)  # on the device, so that no step waits for a copy
     here = torch.tensor(nodes, device=device)
     for _ in range(steps):
         if len(order) < n * batch:
@@ -80,7 +81,7 @@ def batches(text: Sequences, nodes: list[int], n: int, batch: int, steps: int, s
 
 
 def train(trainer: Trainer, run: Run, text: Sequences, batch: int, steps: int, peak: float) -> Trained:
-    """A whole run, from the model as it is."""
+    """Trains a whole run from the current model."""
     trainer.start(algorithm_of(run, steps))
     marks = {round(steps * (i + 1) / (EVALUATIONS * run.stretch)) for i in range(EVALUATIONS * run.stretch)}
     curve, losses, began = [], [], time.perf_counter()
@@ -100,7 +101,7 @@ def train(trainer: Trainer, run: Run, text: Sequences, batch: int, steps: int, p
 
 @torch.no_grad()
 def held_out_loss(model: nn.Module, text: Sequences) -> float:
-    """With the same riddles for everybody."""
+    """The loss on the held-out sequences, with the same masks for every model."""
     was_training, total = model.training, 0.0
     model.eval()
     random = torch.Generator(text.held_out.device).manual_seed(0)

@@ -1,16 +1,15 @@
 """Rumor: train one PyTorch model on many nodes with far less communication than all-reduce."""
 
+from typing import NoReturn
+
+import torch
+
 from rumor import cost, theory
-from rumor.algorithm import GossipPGA, gossip_aga, gossip_pga, gossip_sgd, local_sgd, parallel_sgd
-from rumor.averager import Averager
-from rumor.checkpoint import load, save
-from rumor.engine import Stacked
+from rumor.engines import Stacked
+from rumor.methods import GossipPGA, PushSum, SlowMo, gossip_aga, gossip_pga, gossip_sgd, local_sgd, osgp, parallel_sgd, slowmo
 from rumor.metrics import Metrics
-from rumor.process_group import ProcessGroup
-from rumor.push_sum import PushSum, osgp
 from rumor.schedule import Adaptive, Never, Periodic
 from rumor.simulator import Simulator
-from rumor.slowmo import SlowMo, slowmo
 from rumor.topology import (
     Topology,
     complete,
@@ -28,6 +27,19 @@ from rumor.topology import (
 from rumor.version import VERSION
 
 __version__ = VERSION
+
+# Some builds of torch have no torch.distributed. With them, all works but what needs real processes.
+if torch.distributed.is_available():
+    from rumor.averager import Averager
+    from rumor.checkpoint import load, save
+    from rumor.engines.processes.process_group import ProcessGroup
+else:
+
+    def __getattr__(name: str) -> NoReturn:
+        if name in ("Averager", "ProcessGroup", "load", "save"):
+            raise ImportError(f"rumor.{name} needs torch.distributed, which this build of torch does not have: install another build")
+        raise AttributeError(f"module 'rumor' has no attribute {name!r}")
+
 
 __all__ = [
     "Adaptive",

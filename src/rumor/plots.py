@@ -1,32 +1,31 @@
-"""Pictures with matplotlib, which `pip install 'rumor[plots]'` brings; nothing else in Rumor needs it."""
+"""Draws pictures with matplotlib, an optional dependency: `pip install 'rumor[plots]'`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from rumor.checkpoint.files import replacing
 from rumor.cost import Prediction
-from rumor.drawing import MOST_LINKS, NUMBERED_UP_TO, has_hidden_links, links, positions
-from rumor.files import replacing
-from rumor.matrix import Array
+from rumor.theory import Mixing
 from rumor.topology import Topology
+from rumor.topology.drawing import MOST_LINKS, NUMBERED_UP_TO, has_hidden_links, links, positions
+from rumor.topology.matrix import Array
 
-if TYPE_CHECKING:
-    from rumor.cli.topology import Constants
-
-# Okabe and Ito's colours, which the colour-blind tell apart
+# The colours of Okabe and Ito, which colour-blind readers can tell apart
 BLACK, ORANGE, SKY, GREEN, VERMILION, BLUE, PURPLE = "#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7"
 FORMATS = (".png", ".svg", ".pdf")
 
 
 def open_pyplot(path: str) -> Any:
+    """Imports pyplot, or raises an error that says why no picture can be written to `path`."""
     if Path(path).suffix not in FORMATS:
-        raise ValueError(f"--out {path}: a picture is a {', '.join(FORMATS)} file")
+        raise ValueError(f"--out {path}: the name of a picture must end in {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
     if not Path(path).absolute().parent.is_dir():
-        raise ValueError(f"--out {path}: there is no folder {Path(path).absolute().parent} to write it to")
+        raise ValueError(f"--out {path}: there is no folder {Path(path).absolute().parent}")
     try:
         import matplotlib
     except ImportError:
@@ -42,8 +41,8 @@ def save(figure: Any, path: str) -> None:
         figure.savefig(aside, dpi=160, bbox_inches="tight")
 
 
-def draw_topology(topology: Topology, values: Array | None, over_H: Sequence[Constants], path: str) -> None:
-    """The graph, its spectrum (`values`), and C_beta and D_beta over H."""
+def draw_topology(topology: Topology, values: Array | None, over_H: Sequence[Mixing], path: str) -> None:
+    """Draws the graph, its spectrum (`values`), and C_beta and D_beta over H. The last of `over_H` is H = infinity."""
     pyplot = open_pyplot(path)
     figure, (graph, eigenvalues, periods) = pyplot.subplots(1, 3, figsize=(13, 4.2), layout="constrained")
     figure.suptitle(f"{topology.name}: beta = {topology.beta:.5f}")
@@ -66,7 +65,7 @@ def _draw_graph(axes: Any, topology: Topology) -> None:
         axes.add_collection(LineCollection(list(at[pairs]), colors=SKY, linewidths=1.4 if len(pairs) < 200 else 0.4, zorder=1))
     else:
         title += ", too many to draw"
-    title += "; ends meet" if has_hidden_links(topology) else ""
+    title += "; wraps around the edges" if has_hidden_links(topology) else ""
     is_small = topology.n <= NUMBERED_UP_TO
     axes.scatter(*at.T, s=170 if is_small else 6, color="white" if is_small else BLACK, edgecolors=BLACK, zorder=2)
     if is_small:
@@ -86,15 +85,15 @@ def _draw_spectrum(axes: Any, topology: Topology, values: Array | None) -> None:
     axes.grid(alpha=0.3)
 
 
-def _draw_constants(axes: Any, over_H: Sequence[Constants]) -> None:
-    *finite, gossip = over_H
+def _draw_constants(axes: Any, over_H: Sequence[Mixing]) -> None:
+    *finite, gossip = over_H  # the last one is H = infinity: Gossip SGD
     H = [row.H for row in finite]
-    for values, without, name, color, mark in (
+    for values, limit, name, color, mark in (
         ([row.C for row in finite], gossip.C, "C_beta", GREEN, "o-"),
-        ([row.D for row in finite], gossip.D, "D_beta", ORANGE, "s--"),  # dashed and hollow: the two may coincide
+        ([row.D for row in finite], gossip.D, "D_beta", ORANGE, "s--"),  # dashed with hollow marks: the two lines may coincide
     ):
         hollow = "none" if "--" in mark else color
-        axes.plot(H, values, mark, color=color, markerfacecolor=hollow, markersize=6, label=f"{name} ({without:.3g} at H = inf)")
+        axes.plot(H, values, mark, color=color, markerfacecolor=hollow, markersize=6, label=f"{name} ({limit:.3g} at H = inf)")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     for axis in (axes.xaxis, axes.yaxis):
@@ -105,9 +104,9 @@ def _draw_constants(axes: Any, over_H: Sequence[Constants]) -> None:
 
 
 def draw_plan(rows: Sequence[Prediction], chosen: Prediction | None, compute: float, title: str, path: str) -> None:
-    """Seconds of a step, as `rumor plan` lists them: computing, then communication. The recommended row is marked."""
+    """Draws the time of a step for each row of `rumor plan`, computing and communication. The recommended row is marked."""
     pyplot = open_pyplot(path)
-    shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # whose times lie between those of the others
+    shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # their times lie between those of the others
     names = [f"{row.method}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
     figure, axes = pyplot.subplots(figsize=(8.5, 1.6 + 0.27 * len(shown)), layout="constrained")
     axes.barh(names, [1e3 * compute] * len(shown), color=SKY, label="computing")
@@ -118,7 +117,7 @@ def draw_plan(rows: Sequence[Prediction], chosen: Prediction | None, compute: fl
             axes.annotate(" recommended", (1e3 * row.seconds, shown.index(row)), va="center", fontsize=9)
     axes.margins(x=0.15)
     axes.invert_yaxis()
-    axes.set(xlabel="ms a step, without overlap (Parallel SGD: DDP as measured, where it was)")
+    axes.set(xlabel="ms per step, without overlap (Parallel SGD: time of DDP, if measured)")
     axes.set_title(title, fontsize=9, loc="left")
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower right", ncols=2, frameon=False)

@@ -1,7 +1,7 @@
-"""Measures a cluster with the real engine: seconds of computing, of a gossip step over each topology and of an all-reduce.
+"""Measures a cluster with the real engine: the seconds of computing, of a gossip step on each topology and of an all-reduce.
 
-Every process calls `measure` at the same time. A sample is the time of the slowest process, from a common start; what is kept of them is
-the median, and the fastest and slowest beside it.
+Every process calls `measure` at the same time. A sample is the time of the slowest process, from a common start. The result is the median
+of the samples, with the fastest and the slowest one.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rumor.algorithm import GossipPGA, gossip_sgd, parallel_sgd
 from rumor.averager import Averager
+from rumor.checkpoint.files import replacing
 from rumor.cost import TOPOLOGIES, Link, Measured, Workload
-from rumor.files import replacing
-from rumor.process_group import ProcessGroup
+from rumor.engines.processes.process_group import ProcessGroup
+from rumor.methods.gossip_pga import GossipPGA, gossip_sgd, parallel_sgd
 from rumor.schedule import check_whole
+from rumor.topology import one_peer_exponential
 
-FORMAT = 1  # of the file
-WARM_UP = 3  # unmeasured rounds: the first ones open connections and touch fresh memory
-LARGE = 1_000_000  # parameters, at least, of the message that gives the bandwidth
-SMALL_BYTES = 8  # of the tiny model: two parameters
-SMALL_STEPS = 10  # steps in a sample of the tiny model, which are too short to be timed one by one
+FORMAT = 1  # version of the file format
+WARM_UP = 3  # rounds that are not measured: the first ones open connections and allocate memory
+LARGE = 1_000_000  # minimum number of parameters in the message that gives the bandwidth
+SMALL_BYTES = 8  # size of the tiny model, which has two parameters
+SMALL_STEPS = 10  # steps in a sample of the tiny model: a single one is too short to be timed
 
-Step = Callable[..., object]  # step() or step(model): one forward, backward and optimizer step
+Step = Callable[..., object]  # step() or step(model) runs one forward, backward and optimizer step
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds: the median of several samples, the fastest and the slowest of them."""
+    """The median, the fastest and the slowest of several samples, in seconds."""
 
     median: float
     fastest: float
@@ -48,15 +49,26 @@ class Timing:
 
 @dataclass(frozen=True)
 class Probe:
-    """What was measured, and where.
+    """The measured times, and where they were measured.
 
     Attributes:
-        model: what was trained; `is_stand_in` where that was not the user's own.
-        compute: of one forward, backward and optimizer step, all processes at once.
-        ddp: of one such step in DistributedDataParallel, its all-reduce included; None where `step` takes no model.
-        gossip: of one step, by topology.
-        small_gossip, small_all_reduce: of a model of two parameters: the latency.
-        large_gossip: with one peer, of a model of `large_bytes`, which is the model itself unless that is small.
+        n: number of processes.
+        parameters: number of parameters that were averaged.
+        bytes_per_parameter: their mean size.
+        model: a description of the model.
+        is_stand_in: whether the model is the stand-in, not the user's own.
+        backend: gloo or nccl.
+        device: type of the model's device.
+        torch: version of torch.
+        repeats: samples of each time.
+        compute: time of one forward, backward and optimizer step, on all processes at once.
+        ddp: time of one such step with DistributedDataParallel, including its all-reduce; None if `step` takes no model.
+        all_reduce: time of one all-reduce.
+        gossip: time of one gossip step, by topology.
+        small_gossip: time of one gossip step of a model with two parameters, which is the latency.
+        small_all_reduce: time of one all-reduce of a model with two parameters.
+        large_gossip: time of one gossip step with one peer of a model with `large_bytes`. This is the model itself unless that is small.
+        large_bytes: size of that model.
     """
 
     n: int
@@ -85,17 +97,17 @@ class Probe:
         return Measured(self.all_reduce.median, {name: timing.median for name, timing in self.gossip.items()}, ddp)
 
     def link(self) -> Link:
-        """Latency alpha from the tiny model's gossip with one peer, bandwidth from what a large one takes longer."""
+        """Computes the link. The latency is the time of a tiny gossip step; the bandwidth comes from the extra time of a large one."""
         transfer = self.large_gossip.median - self.small_gossip.median
         if transfer <= 0:
             raise ValueError(
-                f"a message of {self.large_bytes:.0f} bytes took no longer than one of {SMALL_BYTES}, so there is no bandwidth to be had: "
-                "probe again with nothing else running, more --repeats or a larger model"
+                f"a message of {self.large_bytes:.0f} bytes took no longer than one of {SMALL_BYTES} bytes, so the bandwidth can't be "
+                "computed: probe again with nothing else running, with more --repeats, or with a larger model"
             )
         return Link((self.large_bytes - SMALL_BYTES) / transfer, self.small_gossip.median)
 
     def as_dict(self) -> dict[str, Any]:
-        """With bandwidth (bytes/s) and latency beside what was measured; None where that was too noisy to tell."""
+        """All measurements, with the bandwidth (bytes/s) and latency of the link; both are None if the times are too noisy."""
         try:
             link: Link | None = self.link()
         except ValueError:
@@ -109,12 +121,12 @@ class Probe:
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Probe:
         if not Path(path).is_file():
-            raise ValueError(f"there is no file {os.fspath(path)}: `rumor probe` writes it")
+            raise ValueError(f"there is no file {os.fspath(path)}: run `rumor probe` to write it")
         try:
             found = json.loads(Path(path).read_text())
             if found.pop("format") != FORMAT:
                 raise ValueError
-            del found["bandwidth"], found["latency"]  # for readers; derived anew here
+            del found["bandwidth"], found["latency"]  # link() computes them again
             for name in ("compute", "ddp", "all_reduce", "small_gossip", "small_all_reduce", "large_gossip"):
                 found[name] = None if name == "ddp" and found[name] is None else Timing(**found[name])
             found["gossip"] = {name: Timing(**timing) for name, timing in found["gossip"].items()}
@@ -125,7 +137,7 @@ class Probe:
             raise ValueError(f"{os.fspath(path)} is not a file that this version's `rumor probe` wrote: run it again") from error
 
     def _check(self) -> None:
-        """Raises on numbers that no probe could have found: they would make a plan, and a wrong one."""
+        """Raises an error on numbers that can't have been measured, because they would lead to a wrong plan."""
         timings = [self.compute, self.all_reduce, self.small_gossip, self.small_all_reduce, self.large_gossip, *self.gossip.values()]
         seconds = [s for timing in (*timings, *([self.ddp] if self.ddp else [])) for s in asdict(timing).values()]
         for number in (self.n, self.parameters, self.bytes_per_parameter, self.large_bytes, *seconds):
@@ -136,7 +148,7 @@ class Probe:
 
 
 def stand_in(parameters: int, batch: int, device: torch.device) -> tuple[nn.Module, Step]:
-    """An MLP of about so many parameters, and its training step on random data."""
+    """Builds an MLP of about so many parameters, and its training step on random data."""
     width = max(1, round((parameters / 4) ** 0.5))
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU()))).to(device)
     opt = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -159,96 +171,111 @@ def measure(
     repeats: int = 10,
     show: Callable[[str, Timing], object] = lambda what, timing: None,
 ) -> Probe:
-    """Times the training `step` of `model`, and the averaging of it over every topology. A collective, as are all steps of an Averager.
+    """Times the training `step` of `model`, and one averaging of the model on every topology. All ranks must call it.
 
-    Where step takes an argument, it is called with the model in DistributedDataParallel too, to time DDP with the overlap that it has.
+    If `step` takes an argument, it is also called with the model in DistributedDataParallel, to time DDP including its overlap.
     """
-    clock = _Clock(engine, repeats)
-    of: dict[str, Timing] = {}
-
-    def timed(what: str, action: Callable[[], object], steps: int = 1) -> None:
-        of[what] = clock.time(action, steps)
-        show(what, of[what])
-
-    device = next(model.parameters()).device
-    tiny = nn.Linear(1, 1).to(device)
-    peers = TOPOLOGIES["one-peer-exponential"](engine.n)
-    timed("compute", step)
+    timer = _Timer(engine, repeats, show)
+    timer.time("compute", step)
     if takes_model(step):
         wrapped = DistributedDataParallel(model, process_group=engine.group)
-        timed("DDP", lambda: step(wrapped))
-    for topology in TOPOLOGIES:
-        algorithm = gossip_sgd(TOPOLOGIES[topology](engine.n))
-        timed(topology, _averaging(model, algorithm), algorithm.topology.period)  # whole cycles: its phases may differ
-    timed("all-reduce", _averaging(model, parallel_sgd(engine.n)))
-    timed("gossip of 2 parameters", _averaging(tiny, gossip_sgd(peers)), SMALL_STEPS * peers.period)
-    timed("all-reduce of 2 parameters", _averaging(tiny, parallel_sgd(engine.n)), SMALL_STEPS)
-    workload = Workload.of(model, of["compute"].median)
-    large = of["one-peer-exponential"], workload.bytes
-    if workload.parameters < LARGE:
-        timed("gossip of 1M parameters", _averaging(nn.Linear(1000, LARGE // 1000, bias=False).to(device), gossip_sgd(peers)), peers.period)
-        large = of["gossip of 1M parameters"], 4.0 * LARGE
+        timer.time("DDP", lambda: step(wrapped))
+    _time_averaging(timer, model)
+    workload = Workload.of(model, timer.timings["compute"].median)
+    large, large_bytes = _time_large_gossip(timer, model, workload)
+    timings = timer.timings
     return Probe(
         engine.n,
         workload.parameters,
         workload.bytes_per_parameter,
         name,
         is_stand_in,
-        engine.backend,
-        device.type,
+        engine.transport.backend,
+        _device(model).type,
         torch.__version__,
         repeats,
-        compute=of["compute"],
-        ddp=of.get("DDP"),
-        all_reduce=of["all-reduce"],
-        gossip={topology: of[topology] for topology in TOPOLOGIES},
-        small_gossip=of["gossip of 2 parameters"],
-        small_all_reduce=of["all-reduce of 2 parameters"],
-        large_gossip=large[0],
-        large_bytes=large[1],
+        compute=timings["compute"],
+        ddp=timings.get("DDP"),
+        all_reduce=timings["all-reduce"],
+        gossip={topology: timings[topology] for topology in TOPOLOGIES},
+        small_gossip=timings["gossip of 2 parameters"],
+        small_all_reduce=timings["all-reduce of 2 parameters"],
+        large_gossip=large,
+        large_bytes=large_bytes,
     )
 
 
 def takes_model(step: Step) -> bool:
-    """step(model), and not step() alone."""
+    """Whether `step` can be called as step(model)."""
     return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in inspect.signature(step).parameters.values())
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _time_averaging(timer: _Timer, model: nn.Module) -> None:
+    """Times gossip on every topology and an all-reduce, of the model and of a model with two parameters."""
+    n, tiny = timer.engine.n, nn.Linear(1, 1).to(_device(model))
+    for name, build in TOPOLOGIES.items():
+        topology = build(n)
+        timer.time(name, _averaging(model, gossip_sgd(topology)), topology.period)  # whole cycles: their steps may differ
+    timer.time("all-reduce", _averaging(model, parallel_sgd(n)))
+    peers = one_peer_exponential(n)
+    timer.time("gossip of 2 parameters", _averaging(tiny, gossip_sgd(peers)), SMALL_STEPS * peers.period)
+    timer.time("all-reduce of 2 parameters", _averaging(tiny, parallel_sgd(n)), SMALL_STEPS)
+
+
+def _time_large_gossip(timer: _Timer, model: nn.Module, workload: Workload) -> tuple[Timing, float]:
+    """The time and the bytes of a large message to one peer: the model's, or that of a model with 1M parameters if the model is small."""
+    if workload.parameters >= LARGE:
+        return timer.timings["one-peer-exponential"], workload.bytes
+    large, peers = nn.Linear(1000, LARGE // 1000, bias=False).to(_device(model)), one_peer_exponential(timer.engine.n)
+    timer.time("gossip of 1M parameters", _averaging(large, gossip_sgd(peers)), peers.period)
+    return timer.timings["gossip of 1M parameters"], 4.0 * LARGE
 
 
 def _averaging(model: nn.Module, algorithm: GossipPGA) -> Callable[[], object]:
     return Averager(model, algorithm).step
 
 
-def _let_gpu_finish() -> None:
-    """The host only queues work there; a model may be on a GPU whatever the backend."""
+def _wait_for_gpu() -> None:
+    """Waits until the GPU has finished its queued work. The model may be on a GPU with any backend."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
-class _Clock:
-    """Times what all processes do at once."""
+class _Timer:
+    """Times actions that all processes run at the same time.
 
-    def __init__(self, engine: ProcessGroup, repeats: int):
-        self.engine, self.repeats, self._k = engine, repeats, 0
+    Attributes:
+        timings: the results, by name.
+    """
 
-    def time(self, action: Callable[[], object], steps: int) -> Timing:
-        """Seconds of one of `steps` calls in a row, the slowest process's, `repeats` times over."""
+    def __init__(self, engine: ProcessGroup, repeats: int, show: Callable[[str, Timing], object]):
+        self.engine, self.repeats, self.show, self._k = engine, repeats, show, 0
+        self.timings: dict[str, Timing] = {}
+
+    def time(self, name: str, action: Callable[[], object], steps: int = 1) -> None:
+        """Times one of `steps` calls in a row on the slowest process, `repeats` times."""
         for _ in range(WARM_UP * min(steps, SMALL_STEPS)):
             action()
         samples = [self._sample(action, steps) for _ in range(self.repeats)]
         slowest = [max(of_ranks) for of_ranks in zip(*self._gather(samples), strict=True)]
-        return Timing(statistics.median(slowest), min(slowest), max(slowest))
+        self.timings[name] = Timing(statistics.median(slowest), min(slowest), max(slowest))
+        self.show(name, self.timings[name])
 
     def _sample(self, action: Callable[[], object], steps: int) -> float:
-        _let_gpu_finish()
-        self._gather([0.0])  # all start together
+        _wait_for_gpu()
+        self._gather([0.0])  # all processes start together
         began = time.perf_counter()
         for _ in range(steps):
             action()
-        _let_gpu_finish()
+        _wait_for_gpu()
         return (time.perf_counter() - began) / steps
 
     def _gather(self, mine: list[float]) -> list[list[float]]:
-        """Every rank's numbers: the mean over ranks of a table in which each has filled its own row, n-fold."""
+        """Returns the numbers of every rank. Each rank fills its own row of a table with n times its numbers; the mean is the table."""
         everyone = torch.zeros(self.engine.n, len(mine), dtype=torch.float64, device=self.engine.device)
         everyone[self.engine.rank] = self.engine.n * torch.tensor(mine, dtype=torch.float64)
         self._k += 1

@@ -1,8 +1,8 @@
-"""Schedules: which steps average globally.
+"""Schedules: which steps average globally. A new schedule goes here: it implements `Schedule`.
 
-One interface: `start()` gives the state, `is_global(state)` says whether the step that it stands before is a global one, and
-`next(state, loss)` moves on. The state is an explicit value of plain numbers, equal on every node: all of them must always agree on
-the next round, or they would wait for each other for ever.
+`start()` returns the state, `is_global(state)` says whether the coming step is a global one, and `next(state, loss)` returns the state
+after it. The state is an explicit value of plain numbers that are equal on every node: all nodes must always agree on the next round, or
+they would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 
 class ScheduleState(NamedTuple):
-    """Before step k: C steps since the last global round, the period H in force, and the mean F_init of `samples` losses."""
+    """The state before step k: C steps since the last global round, the current period H, and the mean F_init of `samples` losses."""
 
     k: int = 0
     C: int = 0
@@ -23,15 +23,18 @@ class ScheduleState(NamedTuple):
 
 
 class Schedule(Protocol):
+    """Decides which steps average globally."""
+
     @property
     def needs_loss(self) -> bool: ...
     def start(self) -> ScheduleState: ...
     def is_global(self, state: ScheduleState) -> bool: ...
     def next(self, state: ScheduleState, loss: float | None = None) -> ScheduleState: ...
-    def resumed(self, state: ScheduleState) -> ScheduleState: ...  # from where a run stood that may have had another schedule
+    def resumed(self, state: ScheduleState) -> ScheduleState: ...  # goes on from a run that may have had another schedule
 
 
 def check_whole(name: str, value: int, least: int) -> None:
+    """Raise ValueError unless `value` is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name} must be a whole number >= {least}, got {name}={value!r}")
 
@@ -42,7 +45,7 @@ def _tick(state: ScheduleState, is_global: bool) -> ScheduleState:
 
 @dataclass(frozen=True)
 class Never:
-    """No global round: H = infinity, plain Gossip SGD."""
+    """No global rounds: H = infinity, plain Gossip SGD."""
 
     needs_loss = False
 
@@ -61,7 +64,7 @@ class Never:
 
 @dataclass(frozen=True)
 class Periodic:
-    """Step k is global where mod(k + 1, H) = 0 (Algorithm 1).
+    """A global round every H steps: step k is global if mod(k + 1, H) = 0 (Algorithm 1).
 
     >>> schedule = Periodic(3); state = schedule.start(); pattern = []
     >>> for k in range(6):
@@ -94,8 +97,7 @@ class Adaptive:
     """Gossip-AGA's period (Algorithm 2): H = ceil((F_init / F_k)^exponent H_init), kept within 1 and H_max.
 
     F_k is the loss of step k, averaged over all nodes at a global round; F_init is its mean over the global rounds of the first
-    `warmup` steps (K_w in the paper; at least one round, however short the warm-up). A loss that is not finite and positive changes
-    nothing.
+    `warmup` steps (K_w in the paper), of at least one round. A loss that is not finite and positive changes nothing.
     """
 
     warmup: int
@@ -128,10 +130,12 @@ class Adaptive:
             samples = state.samples + 1
             return after._replace(samples=samples, F_init=state.F_init + (loss - state.F_init) / samples)
         log_ratio = self.exponent * (math.log(state.F_init) - math.log(loss))  # a quotient could overflow
-        # the 1e-9 keeps rounding from parting a ratio of exactly 1 (or 2, ...) into two periods
+        # the 1e-9 keeps rounding from turning a ratio of exactly 1 (or 2, ...) into two different periods
         H = math.ceil(math.exp(min(log_ratio, 700.0)) * self.H_init - 1e-9) if log_ratio < math.log(self.H_max) else self.H_max
         return after._replace(H=min(max(H, 1), self.H_max))
 
     def resumed(self, state: ScheduleState) -> ScheduleState:
-        H = min(state.H or self.H_init, self.H_max) if state.samples else self.H_init  # no sample: it was another schedule, or at its start
+        H = (
+            min(state.H or self.H_init, self.H_max) if state.samples else self.H_init
+        )  # no sample: it was another schedule, or had just started
         return state._replace(H=H, C=min(state.C, H - 1))

@@ -1,4 +1,4 @@
-"""Simulator: n nodes in this one process, exactly, with the very algorithms that real processes run."""
+"""Simulator: n nodes in this one process, with exactly the methods that real processes run."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rumor.algorithm import Algorithm, check_algorithm
-from rumor.checks import is_averaged, trained_and_frozen
-from rumor.engine import Leaves, Stacked
-from rumor.flat import as_real, is_sharded
+from rumor.engines import Stacked, StackedBuckets
+from rumor.methods.algorithm import Algorithm, Step, check_algorithm
+from rumor.methods.runner import Runner
 from rumor.metrics import Metrics
-from rumor.run import Run
+from rumor.model.checks import trained_and_frozen
+from rumor.model.tensors import as_real, is_averaged, is_sharded
+from rumor.topology import Topology
 
-LOOK_EVERY = 64  # steps between looks at a GPU's record of non-finite models, where no global round comes first
+LOOK_EVERY = 64  # steps between looks at a GPU's record of models that are not finite, if no global round comes first
 
 
 class Simulator:
-    """n copies of `model`, one for each node of the algorithm's topology, as stacked leaves `[n, *shape]`.
+    """n nodes in one process: a copy of `model` for each, as stacked leaves `[n, *shape]`.
 
-    torch's own optimizers work on `sim.parameters()` because they are elementwise. One that looks at a whole parameter (LAMB, LARS,
-    Muon, Adafactor) or at the whole model (gradient clipping) would mix the nodes. The module's train/eval mode is that of all nodes.
+    torch's own optimizers work on `sim.parameters()` because they are elementwise. An optimizer that looks at a whole parameter (LAMB,
+    LARS, Muon, Adafactor), or code that looks at the whole model (gradient clipping), would mix the nodes. All nodes have the module's
+    train/eval mode.
 
     >>> import rumor
     >>> model = nn.Linear(2, 1)
@@ -41,14 +43,15 @@ class Simulator:
     True
 
     Args:
-        model: the module; left as it is, but for serving as the pattern of all nodes.
-        algorithm: what `rumor.gossip_pga(...)` and its like return.
+        model: the module that all nodes start from. It is not changed.
+        algorithm: a method such as `rumor.gossip_pga(rumor.ring(32), H=6)`.
+        n: the number of nodes, for a method that is not bound to one: `Simulator(model, rumor.gossip_pga(rumor.ring, H=6), n=32)`.
         vmap: False runs the model node by node, for models that `torch.func.vmap` can't take (nn.LSTM, `.item()`, branches on data).
     """
 
-    def __init__(self, model: nn.Module, algorithm: Algorithm, *, vmap: bool = True):
-        check_algorithm(algorithm)
-        trained_and_frozen(model)  # says so where nothing trains
+    def __init__(self, model: nn.Module, algorithm: Algorithm, *, n: int | None = None, vmap: bool = True):
+        algorithm = _bound(algorithm, n)
+        trained_and_frozen(model)  # raises if nothing trains
         if any(is_sharded(p) for p in model.parameters()):
             raise ValueError("the model has DTensors (FSDP2 or tensor parallel), spread over processes: the Simulator needs it whole")
         self.n = n = algorithm.topology.n
@@ -57,7 +60,7 @@ class Simulator:
         self._buffers = {name: _stack(buffer, n) for name, buffer in model.named_buffers()}
         self._trained = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
         self._frozen = [leaf for leaf in self._leaves.values() if not leaf.requires_grad]
-        self._first_bad = torch.full((n,), -1, device=self._trained[0].device)  # the step at which each node was first not finite
+        self._first_bad = torch.full((n,), -1, device=self._trained[0].device)  # the step at which each node was first not finite, or -1
         self._start(algorithm)
 
     @torch.no_grad()
@@ -65,38 +68,40 @@ class Simulator:
         self.engine = Stacked(self.n, self._trained[0].device)
         floats = [b for b in self._buffers.values() if is_averaged(b)]
         rows = [[as_real(t).view(self.n, -1) for t in tensors] for tensors in (self._trained, floats)]
-        self._run = Run(algorithm, self.engine, *(Leaves(row, keep=algorithm.delay > 0) for row in rows))
-        self._judged = [row for row in rows[1] if row.numel()] if self._run.buffers.judge is not None else []
-        self._was_global = False  # the last round
+        self._runner = Runner(algorithm, self.engine, *map(StackedBuckets, rows))
+        must_be_finite = self._runner.nodes.buffers.finite_check is not None
+        self._checked_buffers = [row for row in rows[1] if row.numel()] if must_be_finite else []
+        self._was_global = False  # whether the last round was
         self._first_bad.fill_(-1)
 
     @torch.no_grad()
     def restart(self, algorithm: Algorithm) -> None:
-        """From the beginning, with the model as it is now and any algorithm for as many nodes.
+        """Start again with the module as it is now, and with any method for as many nodes.
 
-        The stacked tensors stay where they are, so that a step that was compiled, or captured in a CUDA graph, serves many runs; an
-        optimizer's state is its own matter.
+        The stacked tensors stay where they are, so a step that was compiled, or captured in a CUDA graph, serves many runs. The
+        optimizer's state is not touched.
         """
         check_algorithm(algorithm)
-        if algorithm.topology.n != self.n:
+        if isinstance(algorithm.topology, Topology) and algorithm.topology.n != self.n:
             raise ValueError(
                 f"this Simulator has {self.n} nodes, and {algorithm.topology} is for {algorithm.topology.n}: build another one"
             )
+        algorithm = algorithm.bind(self.n)
         for stacked, own in ((self._leaves, self._model.named_parameters()), (self._buffers, self._model.named_buffers())):
             for name, tensor in own:
                 stacked[name].copy_(tensor.expand_as(stacked[name]))
         self._start(algorithm)
 
     def __repr__(self) -> str:
-        return f"Simulator({self.n} nodes, after {self._run.k} steps of {self._run.algorithm})"
+        return f"Simulator({self.n} nodes, after {self._runner.k} steps of {self._runner.algorithm})"
 
     @property
     def metrics(self) -> Metrics:
-        """Rounds by kind, and what the average node would have sent."""
+        """Counters: rounds by kind, and the bytes that the average node would have sent."""
         return self.engine.metrics
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The stacked leaves, for the optimizer."""
+        """Return the stacked leaves, for the optimizer."""
         return iter(self._leaves.values())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -110,15 +115,15 @@ class Simulator:
     # ---- the training step ---------------------------------------------------------------------------------------------------------
 
     def __call__(self, loss_fn: Callable[..., Tensor], *batch: Any) -> Tensor:
-        """Losses `[n]` of all nodes. `loss_fn(model, *node_batch)` gives one node's; tensors in `batch` are `[n, B, ...]`."""
+        """Return the losses `[n]` of all nodes. `loss_fn(model, *node_batch)` returns one node's. Tensors in `batch` are `[n, B, ...]`."""
         self._check(batch)
         run = self._all_at_once if self._vmap else self._node_by_node
-        return self._taken_over(*run(loss_fn, dict(self._leaves), self._buffers, batch))
+        return self._keep_buffers(*run(loss_fn, dict(self._leaves), self._buffers, batch))
 
     def compiled(self, loss_fn: Callable[..., Tensor], **options: Any) -> Callable[..., Tensor]:
-        """`sim(loss_fn, *batch)` as a function of the batch that `torch.compile(..., **options)` has compiled. It outlives restart().
+        """Return `sim(loss_fn, *batch)` as a function of the batch, compiled with `torch.compile(..., **options)`. It outlives restart().
 
-        Batches should have one shape: with dynamic=False, the default here, each is compiled for itself (vmap can't take sizes as symbols).
+        Batches should have one shape: with dynamic=False, the default here, each shape is compiled anew (vmap can't take symbolic sizes).
         """
         node = _Node(self._model)
 
@@ -129,7 +134,7 @@ class Simulator:
 
         def losses_of(*batch: Any) -> Tensor:
             self._check(batch)
-            return self._taken_over(*of_all(dict(self._leaves), self._buffers, batch))
+            return self._keep_buffers(*of_all(dict(self._leaves), self._buffers, batch))
 
         return losses_of
 
@@ -139,8 +144,8 @@ class Simulator:
                 got = list(leaf.shape) if isinstance(leaf, Tensor) else repr(leaf)
                 raise ValueError(f"each tensor of a batch must be [n, ...] with n = {self.n}, one row a node, got {got}")
 
-    def _taken_over(self, losses: Tensor, changed: dict[str, Tensor]) -> Tensor:
-        """The losses, once the buffers are as the model has left them."""
+    def _keep_buffers(self, losses: Tensor, changed: dict[str, Tensor]) -> Tensor:
+        """Take over the buffers as the model has left them, and return the losses."""
         if losses.dim() != 1:
             raise ValueError(f"loss_fn must return one number for its node, got a tensor of shape {list(losses.shape[1:])}")
         with torch.no_grad():
@@ -151,7 +156,7 @@ class Simulator:
     def _one_node(
         self, loss_fn: Callable[..., Tensor], leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """One node's loss, and the buffers that the model has replaced rather than changed in place."""
+        """Return one node's loss, and the buffers that the model has replaced instead of changing them in place."""
         loss, now = _Node(self._model).called_with(leaves, buffers, loss_fn, batch)
         return loss, {name: value for name, value in now.items() if value is not buffers[name]}
 
@@ -184,59 +189,61 @@ class Simulator:
 
     @torch.no_grad()
     def step(self, losses: Tensor | None = None, lr: float | None = None) -> None:
-        """Mixes the models, once per optimizer step. Gossip-AGA needs the `losses` [n], SlowMo the learning rate."""
+        """Mix the models. Call it once per optimizer step. Gossip-AGA needs the `losses` [n], SlowMo the learning rate."""
         if any(leaf.requires_grad for leaf in self._frozen):
             raise RuntimeError("a parameter that was frozen when the Simulator was built now trains: build the Simulator after unfreezing")
-        self._look_for_bad_nodes()
         if losses is not None and losses.shape != (self.n,):
             raise ValueError(f"step() takes the losses of all nodes, [{self.n}], got shape {list(losses.shape)}")
-        self._run.step(None if losses is None else losses.detach().to(torch.float64)[:, None], lr)
+        step = self._runner.decide(None if losses is None else losses.detach().to(torch.float64)[:, None], lr)
+        self._look_for_bad_nodes(step)
+        self._runner.begin(step)
+        self._runner.settle()
 
-    def _look_for_bad_nodes(self) -> None:
-        """Raises, naming the node and the step, if a model is not finite; on a GPU before the next average, to spare it the wait."""
-        k = self._run.k
+    def _look_for_bad_nodes(self, step: Step) -> None:
+        """Raise, with the node and the step, if a model is not finite. On a GPU only before the next average, so that it need not wait."""
+        k = step.k
         largest = torch.stack(
             [as_real(leaf).reshape(self.n, -1).norm(torch.inf, dim=1).double() for leaf in self._trained if leaf.numel()]
         ).sum(dim=0)
-        if self._judged:
-            largest = largest + torch.cat(self._judged, dim=1).norm(torch.inf, dim=1)
+        if self._checked_buffers:
+            largest = largest + torch.cat(self._checked_buffers, dim=1).norm(torch.inf, dim=1)
         self._first_bad = torch.where((self._first_bad < 0) & ~largest.isfinite(), k, self._first_bad)
-        was_global, self._was_global = self._was_global, self._run.round() == "global"
-        # where global follows global (Parallel SGD) all nodes are the same already, and an average spoils nothing
+        was_global, self._was_global = self._was_global, step.kind == "global"
+        # if a global round follows another (Parallel SGD), all nodes are the same already, so an average does no harm
         if largest.is_cuda and (was_global or not self._was_global) and (k + 1) % LOOK_EVERY:
             return
-        bad = [(step, node) for node, step in enumerate(self._first_bad.tolist()) if step >= 0]
+        bad = [(first, node) for node, first in enumerate(self._first_bad.tolist()) if first >= 0]
         if bad:
-            step, node = min(bad)
+            first, node = min(bad)
             raise FloatingPointError(
-                f"the model of node {node} was not finite (NaN or Inf) at step {step}: lower the learning rate or clip gradients"
+                f"the model of node {node} was not finite (NaN or Inf) at step {first}: lower the learning rate or clip gradients"
             )
 
-    # ---- the same verbs as the Averager's ------------------------------------------------------------------------------------------
+    # ---- the same methods as the Averager's -----------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Takes in or drops what is in flight, then averages once more: all nodes end with the same model."""
-        self._run.finish()
+        """Use or drop what is in flight, then average once more: all nodes end with the same model."""
+        self._runner.finish()
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
-        """1/n sum_i ||x_i - x_bar||^2 of the trained parameters."""
-        return self._run.consensus_distance()
+        """Return 1/n sum_i ||x_i - x_bar||^2 of the trained parameters."""
+        return self._runner.consensus_distance()
 
     @torch.no_grad()
     def mean_model(self) -> nn.Module:
-        """An ordinary module that holds x_bar, and the mean of the float buffers."""
+        """Return an ordinary module that holds x_bar, and the mean of the float buffers."""
         module = self.node_model(0)
         trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         floats = [b for b in module.buffers() if is_averaged(b)]
-        for tensors, means in zip((trained, floats), self._run.mean(), strict=True):
+        for tensors, means in zip((trained, floats), self._runner.mean(), strict=True):
             for tensor, message in zip(tensors, means, strict=True):
                 as_real(tensor).copy_(message.wait().x.view(as_real(tensor).shape))
         return module
 
     def node_model(self, i: int) -> nn.Module:
-        """An ordinary module that holds node i's model."""
+        """Return an ordinary module that holds node i's model."""
         return self._module(lambda stacked: stacked[i])
 
     @torch.no_grad()
@@ -248,23 +255,23 @@ class Simulator:
         return module
 
     def state_dict(self) -> dict[str, Any]:
-        """All nodes' parameters and buffers, and the algorithm's state with the messages in flight."""
+        """Return all nodes' parameters and buffers, and the method's state with the messages in flight."""
         stacked: dict[str, Mapping[str, Tensor]] = {"parameters": self._leaves, "buffers": self._buffers}
         saved = {part: {name: t.detach().clone() for name, t in tensors.items()} for part, tensors in stacked.items()}
         with torch.no_grad():
-            return {**self._run.state_dict(), **saved}
+            return {**self._runner.state_dict(), **saved}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from `state`."""
+        """Continue from `state`."""
         if not isinstance(state, dict) or not {"parameters", "buffers"} <= state.keys():
-            raise ValueError("this is not a state of Rumor's Simulator: load what state_dict() returned")
+            raise ValueError("this is not a state of the Simulator: load what state_dict() returned")
         stacked: dict[str, Mapping[str, Tensor]] = {"parameters": self._leaves, "buffers": self._buffers}
         for part, tensors in stacked.items():
             theirs, mine = ({name: list(t.shape[1:]) for name, t in group.items()} for group in (state[part], tensors))
             if theirs != mine:
                 raise ValueError(f"this state is of another model: its {part} are {theirs}, those here {mine}")
-        self._run.load_state_dict(state)
+        self._runner.load_state_dict(state)
         for part, tensors in stacked.items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[part][name])
@@ -272,7 +279,7 @@ class Simulator:
 
 
 class _Node(nn.Module):
-    """The model and the loss as one module, so that `functional_call` lends the model a node's tensors while `loss_fn` runs."""
+    """The model and the loss as one module, so that the model has a node's tensors while `functional_call` runs `loss_fn`."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -285,12 +292,24 @@ class _Node(nn.Module):
     def called_with(
         self, leaves: dict[str, Tensor], buffers: dict[str, Tensor], loss_fn: Callable[..., Tensor], batch: tuple[Any, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, and the buffers as the model has left them, with these in the place of its own."""
+        """Return the loss, and the buffers as the model has left them, with these tensors in the place of its own."""
         given = {f"model.{name}": tensor for name, tensor in {**leaves, **buffers}.items()}
         result: tuple[Tensor, dict[str, Tensor]] = functional_call(self, given, (loss_fn, batch))
         return result
 
 
+def _bound(algorithm: Algorithm, n: int | None) -> Algorithm:
+    check_algorithm(algorithm)
+    if isinstance(algorithm.topology, Topology):
+        if n not in (None, algorithm.topology.n):
+            raise ValueError(f"{algorithm.topology} is for n={algorithm.topology.n} nodes, got n={n}: leave out n, or pass a builder")
+    elif n is not None:
+        return algorithm.bind(n)
+    else:
+        raise ValueError(f"{algorithm} fits any number of nodes, so the Simulator must be told: Simulator(model, algorithm, n=32)")
+    return algorithm
+
+
 def _stack(t: Tensor, n: int) -> Tensor:
-    """n contiguous copies: on strided views fused optimizers and batch_norm under vmap go wrong, silently."""
+    """Return n contiguous copies. On strided views, fused optimizers and batch_norm under vmap give wrong results without an error."""
     return t.detach().expand(n, *t.shape).clone(memory_format=torch.contiguous_format)

@@ -1,3 +1,3 @@
-"""What this is the version of."""
+"""Package version."""
 
 VERSION = "0.1.0"

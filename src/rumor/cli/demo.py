@@ -1,4 +1,4 @@
-"""`rumor demo`: real processes on this machine train on handwritten digits with several methods; a table, a picture and a file."""
+"""`rumor demo`: trains on handwritten digits with several methods, in real processes on this machine, and compares the methods."""
 
 from __future__ import annotations
 
@@ -14,98 +14,97 @@ from pathlib import Path
 from typing import Any
 
 from rumor.cli.table import paragraph, table
-from rumor.cli.topology import NAMES
-from rumor.cli.topology import build as build_topology
+from rumor.cli.topology import NAMES, build_topology
 from rumor.cli.units import count, nodes, show_bytes
 from rumor.cost import degree
-from rumor.demo import methods as known
 from rumor.demo.digits import Digits, split_by_label
-from rumor.demo.methods import Method
+from rumor.demo.methods import DEFAULT, WITH_DELAY, WITH_H, Method, build_method
+from rumor.demo.picture import draw
 from rumor.demo.processes import ProcessError, Processes, Task
 from rumor.demo.results import Result, write
 from rumor.demo.training import AT_THE_END, watched_steps
 from rumor.schedule import check_whole
 from rumor.topology import Topology
 
-MOST_NODES = 64  # each is a process of some 200 MB
+MOST_NODES = 64  # each is a process of about 200 MB
 H, STEPS = 6, 400
-EVERY = 15.0  # seconds between two lines of progress where there is no terminal
+EVERY = 15.0  # seconds between two lines of progress if there is no terminal
 
 
-def add_to(commands: Any) -> None:
+def add_demo(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "demo",
         help="train on handwritten digits with real processes on this machine, and compare the methods",
-        description="Trains a small network on scikit-learn's digits, split by label, with real processes on this machine: with each "
-        "method in turn, from the same start and on the same data. Prints a table, and leaves demo.json and demo.png.",
+        description="Trains a small network on scikit-learn's digits, split by label, with real processes on this machine. It runs the "
+        "methods one after the other, from the same initial model and on the same data. Prints a table and writes demo.json and demo.png.",
     )
-    names = (*known.DEFAULT, "slowmo", "osgp")
-    parser.add_argument("--method", nargs="+", metavar="NAME", help=f"of {', '.join(names)} (default: the first five)")
+    names = (*DEFAULT, "slowmo", "osgp")
+    parser.add_argument("--method", nargs="+", metavar="NAME", help=f"methods to run: {', '.join(names)} (default: the first five)")
     parser.add_argument("--topology", default="ring", metavar="NAME", help=f"{', '.join(NAMES).replace('-', '_')} (default ring)")
     parser.add_argument("-n", "--nodes", type=nodes, default=8, help="number of processes (default 8)")
-    parser.add_argument("--H", type=nodes, help=f"steps between global averages of {', '.join(known.WITH_H)} (default {H})")
-    parser.add_argument("--delay", type=int, choices=(0, 1), help="1: messages travel while the next step computes (osgp's default)")
-    parser.add_argument("--steps", type=count, default=STEPS, help=f"of each method (default {STEPS})")
-    parser.add_argument("--seed", type=int, default=0, help="of the start, the order of the data and the test set (default 0)")
-    parser.add_argument("--out", default="rumor-demo", metavar="FOLDER", help="where to write (default rumor-demo)")
+    parser.add_argument("--H", type=nodes, help=f"steps between two global averages, for {', '.join(WITH_H)} (default {H})")
+    parser.add_argument(
+        "--delay", type=int, choices=(0, 1), help="1: messages travel while the next step computes (default: 1 for osgp, 0 for the others)"
+    )
+    parser.add_argument("--steps", type=count, default=STEPS, help=f"number of steps with each method (default {STEPS})")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the initial model, the batches and the test set (default 0)")
+    parser.add_argument("--out", default="rumor-demo", metavar="FOLDER", help="folder to write to (default rumor-demo)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    topology, methods = _prepared(options)
+    topology, methods = _prepare(options)
     try:
-        with _folder_to_fill(options.out) as folder, _ended_by_signals():
-            return _trained_and_shown(options, topology, methods, folder)
+        with _output_folder(options.out) as folder, _exit_on_signals():
+            return _train_and_report(options, topology, methods, folder)
     except KeyboardInterrupt:
-        print("rumor demo: stopped, and its processes with it", file=sys.stderr)
+        print("rumor demo: stopped, together with its processes", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
-def _trained_and_shown(options: argparse.Namespace, topology: Topology, methods: list[Method], folder: Path) -> int:
+def _train_and_report(options: argparse.Namespace, topology: Topology, methods: list[Method], folder: Path) -> int:
     digits = split_by_label(options.nodes, options.seed)
     without_picture = _why_no_picture()
     if without_picture:
         print(f"rumor demo: there will be no picture: {without_picture}", file=sys.stderr)
     task = Task(methods, options.steps, watched_steps(options.steps), options.seed)
     try:
-        results = _trained(task, digits)
+        results = _train(task, digits)
     except ProcessError as error:
         print(f"rumor demo: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     print(_page(options, topology, results))
     settings = {name: getattr(options, name) for name in ("nodes", "steps", "H", "delay", "seed")}
     write(folder / "demo.json", {"topology": topology.name, **settings}, results)
-    print(f"\nwritten to {folder / 'demo.json'}")
+    print(f"\nwrote {folder / 'demo.json'}")
     if not without_picture:
-        from rumor.demo.picture import draw  # matplotlib is an extra
-
         draw(results, topology, folder / "demo.png")
-        print(f"the picture is {folder / 'demo.png'}")
+        print(f"wrote {folder / 'demo.png'}, a picture of the results")
     return 0
 
 
-def _prepared(options: argparse.Namespace) -> tuple[Topology, list[Method]]:
-    """What the options ask for, or an error before any process is started."""
+def _prepare(options: argparse.Namespace) -> tuple[Topology, list[Method]]:
+    """Checks the options and builds the methods, before any process starts."""
     if not 2 <= options.nodes <= MOST_NODES:
-        raise ValueError(f"--nodes must be a whole number from 2 to {MOST_NODES}, each a process, got {options.nodes}")
+        raise ValueError(f"--nodes must be a whole number from 2 to {MOST_NODES} (each node is a process), got {options.nodes}")
     check_whole("--steps", options.steps, 1)
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed must be a whole number from 0 to 2^32 - 1, got {options.seed}")
-    names = [name.replace("-", "_") for name in options.method or known.DEFAULT]
+    names = [name.replace("-", "_") for name in options.method or DEFAULT]
     if len(set(names)) < len(names):
         raise ValueError(f"--method {' '.join(names)}: name each method once")
     topology = build_topology(options.topology, options.nodes)
-    for option, takers in (("H", known.WITH_H), ("delay", known.WITH_DELAY)):
+    for option, takers in (("H", WITH_H), ("delay", WITH_DELAY)):
         if getattr(options, option) is not None and not set(takers) & set(names):
-            raise ValueError(f"--{option} is for {', '.join(takers)}, and --method names none of them: leave it out")
+            raise ValueError(f"--{option} is for {', '.join(takers)}, but --method names none of them: leave out --{option}")
     options.H = H if options.H is None else options.H
     check_whole("--H", options.H, 1)
-    return topology, [known.build(name, topology, options.H, options.delay, options.steps) for name in names]
+    return topology, [build_method(name, topology, options.H, options.delay, options.steps) for name in names]
 
 
 @contextmanager
-def _folder_to_fill(out: str) -> Iterator[Path]:
-    """Found out before any process is started; if nothing comes of it in the end, it is not left behind."""
+def _output_folder(out: str) -> Iterator[Path]:
+    """Makes the folder and checks that it is writable, before any process starts. Removes a new folder that stays empty."""
     folder = Path(out)
     is_new = not folder.exists()
     try:
@@ -113,7 +112,7 @@ def _folder_to_fill(out: str) -> Iterator[Path]:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"--out {out}: this folder can't be made or written to ({error.strerror}): name another") from None
+        raise ValueError(f"--out {out}: can't create this folder or write to it ({error.strerror}): give another one") from None
     try:
         yield folder
     finally:
@@ -130,13 +129,13 @@ def _why_no_picture() -> str | None:
 
 
 @contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """SIGTERM, and SIGHUP when the terminal goes, end the block as an exception does, so that no process is left."""
+def _exit_on_signals() -> Iterator[None]:
+    """Turns SIGTERM, and SIGHUP of a closed terminal, into an exception, so that the processes are stopped."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    if threading.current_thread() is not threading.main_thread():  # where no handler can be set
+    if threading.current_thread() is not threading.main_thread():  # only the main thread can set handlers
         yield
         return
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
@@ -147,7 +146,7 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _trained(task: Task, digits: Sequence[Digits]) -> list[Result]:
+def _train(task: Task, digits: Sequence[Digits]) -> list[Result]:
     n = len(digits)
     progress = _Progress(n, task)
     results = [Result(method, n) for method in task.methods]
@@ -162,11 +161,11 @@ def _trained(task: Task, digits: Sequence[Digits]) -> list[Result]:
 
 
 class _Progress:
-    """A bar where stderr is a terminal; elsewhere a line for each method, and one now and then where that takes long."""
+    """Shows a bar if stderr is a terminal. Otherwise prints a line for each method, and more lines if a method takes long."""
 
     def __init__(self, n: int, task: Task):
         self._task, self._is_live, self._began, self._said = task, sys.stderr.isatty(), 0.0, 0.0
-        self._say(f"starting {n} processes, which takes some seconds ...")
+        self._say(f"starting {n} processes, which takes a few seconds ...")
 
     def _say(self, text: str) -> None:
         self._said = time.monotonic()
@@ -185,7 +184,7 @@ class _Progress:
             self._say(f"{name}: {last.step} of {steps} steps in {last.seconds:.1f} s, {accuracies}")
 
     def _time_left(self, done: int) -> str:
-        first = min(self._task.watched)  # before which nothing was timed
+        first = min(self._task.watched)  # the clock starts here
         if done <= first:
             return ""
         left = (time.monotonic() - self._began) / (done - first) * (self._task.steps * len(self._task.methods) - done)
@@ -224,14 +223,15 @@ def _page(options: argparse.Namespace, topology: Topology, results: Sequence[Res
 def _notes(options: argparse.Namespace, topology: Topology, results: Sequence[Result]) -> list[str]:
     names, n = {result.method.name for result in results}, options.nodes
     notes = [
-        f"Accuracies are on images that nobody has trained on, consensus distance is the nodes' mean squared distance to their mean; both "
-        f"are averaged over the last {min(AT_THE_END, options.steps)} steps, since nodes drift apart between two global averages."
+        f"The accuracies are on a test set. The consensus distance is the mean squared distance of the nodes to their mean. Both are "
+        f"averaged over the last {min(AT_THE_END, options.steps)} steps, because nodes drift apart between two global averages."
     ]
     if "parallel_sgd" in names and names - {"parallel_sgd", "local_sgd"} and topology.has_links and not topology.is_complete:
         notes.append(
-            f"A gossip step over {topology.name} sends the model {degree(topology):g} time{'s' * (degree(topology) != 1)}, all at once; "
-            f"an all-reduce of {n} sends it {2 * (n - 1) / n:.3g} times, in {2 * (n - 1)} rounds that wait for one another."
+            f"In a gossip step over {topology.name} a node sends the model {degree(topology):g} time{'s' * (degree(topology) != 1)}, all "
+            f"at once. In an all-reduce of {n} nodes it sends the model {2 * (n - 1) / n:.3g} times, in {2 * (n - 1)} rounds that wait for "
+            "each other."
         )
         if degree(topology) > 1:
-            notes.append("To send it once: --topology one_peer_exponential")
+            notes.append("To send the model once per gossip step, use --topology one_peer_exponential")
     return notes

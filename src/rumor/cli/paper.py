@@ -1,4 +1,4 @@
-"""`rumor plan --paper`: the paper's run times beside those of the time model."""
+"""`rumor plan --paper`: compares the paper's run times with those of the time model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from rumor.cli.table import paragraph, table
 from rumor.cost import Link, recommend
 from rumor.cost.paper import RESNET50, SCALING_NODES, TRAININGS, H, Row, Scaling, Training, reproduce, reproduce_scaling
 
-ROCE = Link(bandwidth=4 * 100e9 / 8, latency=5e-6)  # 4 x 100 Gbit/s; a latency usual for RoCE, which the paper does not give
+ROCE = Link(bandwidth=4 * 100e9 / 8, latency=5e-6)  # 4 x 100 Gbit/s; the paper gives no latency, this one is typical of RoCE
 
 
-def page(name: str, as_json: bool) -> str:
+def paper_page(name: str, as_json: bool) -> str:
+    """Returns the text or the JSON that `rumor plan --paper NAME` prints."""
     training = TRAININGS[name]
     rows, scaling = reproduce(training), reproduce_scaling() if training is RESNET50 else None
     if as_json:
@@ -37,11 +38,11 @@ def _hours(training: Training, rows: list[Row]) -> list[str]:
     ]
     return [
         f"Table {training.table}: {training.title}, {w.steps:,} steps",
-        f"from Table 17: {w.compute * 1e3:g} ms of computing, {times.all_reduce_seconds * 1e3:g} all-reduce, {gossip * 1e3:g} gossip; "
-        f"H = {H}\n",
+        f"step times of Table 17: computing {w.compute * 1e3:g} ms, all-reduce {times.all_reduce_seconds * 1e3:g} ms, gossip "
+        f"{gossip * 1e3:g} ms; H = {H}\n",
         table(("hours", "model", "paper", "off by"), [cell[:4] for cell in cells]),
         "",
-        *(paragraph(f"{row.method} can't be derived: {row.why}.", "  ") for row in rows if row.why),
+        *(paragraph(f"{row.method} can't be predicted: {row.why}.", "  ") for row in rows if row.why),
     ]
 
 
@@ -61,9 +62,10 @@ def _scaling(found: Scaling) -> list[str]:
     return [
         "\nTable 10: ResNet-50 on 4, 8, 16 and 32 nodes",
         paragraph(
-            f"Table 17 is of 32 nodes alone. Table 10's own hours leave {milliseconds(found.all_reduce_seconds)} ms for the all-reduce and "
-            f"{milliseconds(found.gossip_seconds)} ms for gossip; to these, least squares fit 2 (n - 1)/n {found.transfer * 1e3:.1f} ms + "
-            f"2 (n - 1) {found.latency * 1e3:.2f} ms and, for gossip, {found.gossip * 1e3:.0f} ms:"
+            f"Table 17 has the times of 32 nodes only. Table 10's hours without the computing are {milliseconds(found.all_reduce_seconds)} "
+            f"ms per all-reduce and {milliseconds(found.gossip_seconds)} ms per gossip step. Least squares fit these with "
+            f"2(n-1)/n {found.transfer * 1e3:.1f} ms + 2(n-1) {found.latency * 1e3:.2f} ms for the all-reduce and "
+            f"{found.gossip * 1e3:.0f} ms for gossip. The model's hours are:"
         ),
         "",
         table(
@@ -76,8 +78,8 @@ def _scaling(found: Scaling) -> list[str]:
 
 def _advice(training: Training) -> list[str]:
     advice = recommend(training.n, training.workload, training.measured)
-    lines = ["", paragraph(f"From these times the planner takes {advice.call}: {advice.reason}.", "  ")]
+    lines = ["", paragraph(f"With these times the planner recommends {advice.call}: {advice.reason}.", "  ")]
     if training is RESNET50:
         fast = recommend(training.n, training.workload, ROCE)
-        lines.append(paragraph(f"On 4 x 100 Gbit/s RoCE it takes {fast.call}, as the paper does: {fast.reason}.", "  "))
+        lines.append(paragraph(f"On 4 x 100 Gbit/s RoCE it recommends {fast.call}, as the paper does: {fast.reason}.", "  "))
     return lines

@@ -1,4 +1,4 @@
-"""`rumor plan`: the cost of every method and topology, and what to choose."""
+"""`rumor plan`: predicts the cost of every method and topology, and recommends one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import json
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from rumor.cli import model as users_model
-from rumor.cli import paper
+from rumor.cli.paper import paper_page
 from rumor.cli.table import paragraph, table
 from rumor.cli.units import bandwidth, count, nodes, seconds, show_bytes, show_count, show_seconds
+from rumor.cli.user_model import load_model
 from rumor.cost import TOPOLOGIES, Link, Measured, Network, Prediction, Recommendation, Workload, predict, recommend
 from rumor.cost.paper import TRAININGS
+from rumor.plots import draw_plan
 from rumor.probe import Probe
 
-MOST_NODES = 100_000  # beyond these the transient stages take minutes
+MOST_NODES = 100_000  # with more nodes the transient stages take minutes
 STEPS = 10_000
 INPUTS = (
     *("nodes", "parameters", "model", "bytes_per_parameter", "compute", "bandwidth", "latency", "all_reduce", "gossip", "ddp", "probe"),
@@ -27,10 +28,10 @@ EPILOG = """examples:
   rumor plan --probe probe.json --steps 100k
   rumor plan --paper resnet50
 
-Units: 25Gbit/s is bits, 3.1GB/s bytes; a plain bandwidth is in bytes/s, a plain time in seconds."""
+Units: 25Gbit/s means bits, 3.1GB/s means bytes. A bandwidth without a unit is in bytes/s, a time without a unit in seconds."""
 
 
-def add_to(commands: Any) -> None:
+def add_plan(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "plan",
         help="predict the cost of every method and topology, and recommend one",
@@ -40,33 +41,49 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("-n", "--nodes", type=nodes, help="number of nodes")
     size = parser.add_mutually_exclusive_group()
-    size.add_argument("--parameters", type=count, help="of the model: 25.5M, 7B")
+    size.add_argument("--parameters", type=count, help="number of parameters of the model, for example 25.5M or 7B")
     size.add_argument("--model", metavar="FILE.py:FUNCTION", help="count the parameters of the model that FUNCTION() returns")
-    parser.add_argument("--bytes-per-parameter", type=float, metavar="BYTES", help="default 4, float32")
-    parser.add_argument("--compute", type=seconds, metavar="TIME", help="forward, backward and optimizer step: 146ms")
-    parser.add_argument("--steps", type=count, help=f"of the run (default {STEPS:,})")
-    parser.add_argument("--bandwidth", type=bandwidth, help="of a node's link: 25Gbit/s (bits), 3.1GB/s (bytes), plain bytes/s")
-    parser.add_argument("--latency", type=seconds, metavar="TIME", help="of a message: 50us (default: the probe's, or 0)")
-    parser.add_argument("--all-reduce", type=seconds, metavar="TIME", help="as measured, instead of the link")
+    parser.add_argument("--bytes-per-parameter", type=float, metavar="BYTES", help="bytes per parameter (default 4, float32)")
+    parser.add_argument("--compute", type=seconds, metavar="TIME", help="time of a forward, backward and optimizer step, for example 146ms")
+    parser.add_argument("--steps", type=count, help=f"number of steps of the run (default {STEPS:,})")
+    _add_network_options(parser)
+    parser.add_argument("--paper", choices=tuple(TRAININGS), help="compare the paper's run times (Tables 7, 10 and 11) with the model's")
     parser.add_argument(
-        "--gossip", action="append", metavar="[TOPOLOGY=]TIME", help="as measured, with one peer unless a topology is named; repeatable"
+        "--period", type=nodes, metavar="H", help="period of Gossip-PGA and Local SGD (default: by the recommendation's rule)"
     )
-    parser.add_argument("--ddp", type=seconds, metavar="TIME", help="a whole step of DistributedDataParallel, as measured, beside them")
-    parser.add_argument("--probe", metavar="FILE", help="what `rumor probe` measured; options given beside it take precedence")
-    parser.add_argument("--paper", choices=tuple(TRAININGS), help="the paper's run times (Tables 7, 10 and 11) beside the model's")
-    parser.add_argument(
-        "--period", type=nodes, metavar="H", help="of Gossip-PGA and Local SGD (default: by the rule of the recommendation)"
-    )
-    parser.add_argument("--max-period", type=nodes, metavar="H", help="the longest H to recommend, say for the transient stage's sake")
-    parser.add_argument("--iid", action="store_true", help="all nodes draw from the same data: show that transient stage")
-    parser.add_argument("--out", metavar="FILE", help="draw the times of a step into FILE.png, .svg or .pdf as well (needs matplotlib)")
+    parser.add_argument("--max-period", type=nodes, metavar="H", help="longest H to recommend, for example to limit the transient stage")
+    parser.add_argument("--iid", action="store_true", help="assume that all nodes draw from the same data, for the transient stage")
+    parser.add_argument("--out", metavar="FILE", help="also draw the times of a step into FILE.png, .svg or .pdf (needs matplotlib)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
+def _add_network_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--bandwidth", type=bandwidth, help="bandwidth of a node's link: 25Gbit/s (bits), 3.1GB/s (bytes), or a plain number of bytes/s"
+    )
+    parser.add_argument(
+        "--latency", type=seconds, metavar="TIME", help="latency of a message, for example 50us (default: the probe's, or 0)"
+    )
+    parser.add_argument("--all-reduce", type=seconds, metavar="TIME", help="measured time of an all-reduce, instead of --bandwidth")
+    parser.add_argument(
+        "--gossip",
+        action="append",
+        metavar="[TOPOLOGY=]TIME",
+        help="measured time of a gossip step (default topology: one-peer-exponential); may be repeated",
+    )
+    parser.add_argument(
+        "--ddp",
+        type=seconds,
+        metavar="TIME",
+        help="measured time of a whole step of DistributedDataParallel, in addition to --all-reduce and --gossip",
+    )
+    parser.add_argument("--probe", metavar="FILE", help="file that `rumor probe` wrote; other options override its values")
+
+
 @dataclass(frozen=True)
 class Inputs:
-    """What is planned for, and where its figures come from."""
+    """The cluster and the workload to plan for, and the source of the numbers."""
 
     n: int
     workload: Workload
@@ -78,22 +95,20 @@ def run(options: argparse.Namespace) -> int:
     if options.paper:
         given = [name for name in INPUTS if getattr(options, name) not in (None, False)]
         if given:
-            raise ValueError(f"--paper takes the paper's own figures: leave out --{given[0].replace('_', '-')}")
-        print(paper.page(options.paper, options.json))
+            raise ValueError(f"--paper uses the paper's own numbers: leave out --{given[0].replace('_', '-')}")
+        print(paper_page(options.paper, options.json))
         return 0
     inputs = read_inputs(options)
     advice = recommend(inputs.n, inputs.workload, inputs.network, H=options.period, max_period=options.max_period, iid=options.iid)
-    H = options.period or (advice.H if advice.H > 1 else None)  # so that what is recommended is a row of the table
+    H = options.period or (advice.H if advice.H > 1 else None)  # so that the recommendation is a row of the table
     rows = predict(inputs.n, inputs.workload, inputs.network, H=H, H_max=max(64, H or 0))
     chosen = next((row for row in rows if (row.method, row.topology, row.H) == (advice.method, advice.topology, advice.H)), None)
     if options.out:
-        from rumor.plots import draw_plan  # matplotlib is an extra
-
         title = f"{inputs.n} nodes, {show_count(inputs.workload.parameters)} parameters; {inputs.source}"
         draw_plan(rows, chosen, inputs.workload.compute, title, options.out)
     print(_json(inputs, rows, advice) if options.json else _page(inputs, rows, chosen, advice, options.iid))
     if options.out and not options.json:
-        print(f"\nwritten to {options.out}")
+        print(f"\nwrote {options.out}")
     return 0
 
 
@@ -101,7 +116,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     probe = Probe.read(options.probe) if options.probe else None
     n = options.nodes if options.nodes is not None else probe.n if probe else None
     if n is None:
-        raise ValueError("how many nodes? give -n 32, or --probe FILE")
+        raise ValueError("the number of nodes is missing: give -n 32 or --probe FILE")
     if not 1 <= n <= MOST_NODES:
         raise ValueError(f"-n must be a whole number >= 1 (and at most {MOST_NODES:,}), got {n}")
     workload = _workload(options, probe)
@@ -112,15 +127,15 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
 def _workload(options: argparse.Namespace, probe: Probe | None) -> Workload:
     compute = options.compute if options.compute is not None else probe.compute.median if probe else None
     if compute is None:
-        raise ValueError("how long does a step compute? give --compute 146ms, or --probe FILE")
+        raise ValueError("the compute time of a step is missing: give --compute 146ms or --probe FILE")
     if options.model:
-        workload = Workload.of(users_model.load(options.model)[0], compute, _steps(options))
+        workload = Workload.of(load_model(options.model)[0], compute, _steps(options))
     elif options.parameters is not None:
         workload = Workload(options.parameters, compute, steps=_steps(options))
     elif probe:
         workload = replace(probe.workload(_steps(options)), compute=compute)
     else:
-        raise ValueError("how large is the model? give --parameters 25.5M, --model FILE.py:FUNCTION or --probe FILE")
+        raise ValueError("the size of the model is missing: give --parameters 25.5M, --model FILE.py:FUNCTION or --probe FILE")
     return workload if options.bytes_per_parameter is None else replace(workload, bytes_per_parameter=options.bytes_per_parameter)
 
 
@@ -131,33 +146,37 @@ def _steps(options: argparse.Namespace) -> int:
 def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload: Workload) -> tuple[Network, str]:
     by_times, by_link = options.all_reduce is not None or options.gossip is not None, options.bandwidth is not None
     if by_times and by_link:
-        raise ValueError("the network is given twice: either --bandwidth and --latency, or --all-reduce and --gossip")
+        raise ValueError("the network is given twice: give either --bandwidth and --latency, or --all-reduce and --gossip")
     if options.ddp is not None and not by_times:
-        raise ValueError("--ddp is a measured time, and goes with --all-reduce and --gossip")
+        raise ValueError("--ddp is a measured time and needs the other measured times: give --all-reduce and --gossip, too")
     if by_link:
         known = probe.small_gossip.median if probe else 0.0
         link = Link(options.bandwidth, known if options.latency is None else options.latency)
         return link, f"a link of {_show_bandwidth(link)}, latency {show_seconds(link.latency)}"
     if options.latency is not None:
-        raise ValueError("--latency describes a link, and so needs --bandwidth 25Gbit/s beside it")
+        raise ValueError("--latency describes a link, which also needs a bandwidth: give --bandwidth 25Gbit/s, too")
     if by_times:
-        if options.all_reduce is None or options.gossip is None:
-            raise ValueError("measured times come in pairs: give both --all-reduce 278ms and --gossip 150ms")
-        if options.ddp is not None and not options.ddp >= workload.compute:
-            raise ValueError(
-                f"--ddp {options.ddp:g} s is a whole step, and can't be less than the {workload.compute:g} s of computing in it"
-            )
-        ddp = None if options.ddp is None else options.ddp - workload.compute
-        return Measured(options.all_reduce, _gossip_times(options.gossip), ddp), "the times given"
+        return _measured_network(options, workload), "times from the options"
     if probe is None:
-        raise ValueError("how fast is the network? give --bandwidth 25Gbit/s, or --all-reduce 278ms --gossip 150ms, or --probe FILE")
+        raise ValueError("the network is missing: give --bandwidth 25Gbit/s, or --all-reduce 278ms --gossip 150ms, or --probe FILE")
     if (n, workload.bytes) == (probe.n, probe.parameters * probe.bytes_per_parameter):
-        return probe.measured(), f"the times in {options.probe}"
+        return probe.measured(), f"times from {options.probe}"
     link = probe.link()
     return link, (
-        f"the link in {options.probe}, {_show_bandwidth(link)} and {show_seconds(link.latency)}, since its times are of {probe.n} nodes "
-        f"and {show_bytes(probe.parameters * probe.bytes_per_parameter)}"
+        f"a link of {_show_bandwidth(link)}, latency {show_seconds(link.latency)}, from {options.probe}, because its times are for "
+        f"{probe.n} nodes and {show_bytes(probe.parameters * probe.bytes_per_parameter)}"
     )
+
+
+def _measured_network(options: argparse.Namespace, workload: Workload) -> Measured:
+    if options.all_reduce is None or options.gossip is None:
+        raise ValueError("measured times come in pairs: give both --all-reduce 278ms and --gossip 150ms")
+    if options.ddp is not None and not options.ddp >= workload.compute:
+        raise ValueError(
+            f"--ddp {options.ddp:g} s is the time of a whole step and can't be less than the compute time in it, {workload.compute:g} s"
+        )
+    ddp = None if options.ddp is None else options.ddp - workload.compute
+    return Measured(options.all_reduce, _gossip_times(options.gossip), ddp)
 
 
 def _gossip_times(texts: list[str]) -> dict[str, float]:
@@ -165,7 +184,7 @@ def _gossip_times(texts: list[str]) -> dict[str, float]:
     for text in texts:
         name, time = _gossip_time(text)
         if name in times:
-            raise ValueError(f"--gossip {text}: {name} has a time already; name the topology, as in --gossip ring=300ms")
+            raise ValueError(f"--gossip {text}: {name} already has a time; name another topology, for example --gossip ring=300ms")
         times[name] = time
     return times
 
@@ -211,10 +230,10 @@ def _page(inputs: Inputs, rows: list[Prediction], chosen: Prediction | None, adv
 
 LEGEND = "\n".join(
     [
-        "step: without overlap (Parallel SGD: DDP as measured, where it was); overlapped: at best, with delay=1 or DDP's buckets.",
-        "sent: by the busiest node, a step.",
-        "transient: steps before the method is as good as Parallel SGD, an order to compare rows by, not a number of steps.",
-        "Gossip-AGA moves between its two rows; OSGP lies between its `step` and `overlapped`; SlowMo costs what Gossip-PGA does.",
+        "step: time without overlap (Parallel SGD: time of DDP, if measured). overlapped: best case with delay=1 or DDP's buckets.",
+        "sent: bytes that the busiest node sends per step.",
+        "transient: order of the steps before the method is as good as Parallel SGD. Compare rows by it; it is not a number of steps.",
+        "Gossip-AGA moves between its two rows. OSGP takes between `step` and `overlapped`. SlowMo costs as much as Gossip-PGA.",
         "<: recommended.",
     ]
 )

@@ -1,4 +1,4 @@
-"""`rumor probe`: measures this cluster and writes a file that `rumor plan --probe` reads."""
+"""`rumor probe`: measures this cluster and writes a file for `rumor plan --probe`."""
 
 from __future__ import annotations
 
@@ -14,40 +14,66 @@ from typing import Any
 import torch
 from torch import nn
 
-from rumor.cli import model as users_model
 from rumor.cli.table import paragraph, table
 from rumor.cli.units import count, seconds, show_bytes, show_count, show_seconds
+from rumor.cli.user_model import FORM, load_model
 from rumor.cost import Workload
+from rumor.engines.processes.handshake import agree
+from rumor.engines.processes.process_group import ProcessGroup, joined
 from rumor.probe import Probe, Step, Timing, measure, stand_in, takes_model
-from rumor.process_group import ProcessGroup, joined
 from rumor.schedule import check_whole
 
 TORCHRUN = "torchrun --standalone --nproc-per-node 4 -m rumor probe"
 
 
-def add_to(commands: Any) -> None:
+def add_probe(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "probe",
         help="measure computing, gossip and all-reduce on your own cluster",
-        description="Measures computing, gossip over each topology and all-reduce with the real engine, and writes what `rumor plan "
-        f"--probe` reads. Start it with torchrun, on the cluster that you plan for: {TORCHRUN}",
+        description="Measures computing, gossip on each topology and all-reduce with the real engine, and writes a file for `rumor plan "
+        f"--probe`. Start it with torchrun on the cluster that you plan for: {TORCHRUN}",
     )
-    parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=f"your own model: {users_model.FORM}")
-    parser.add_argument("--parameters", type=count, default=1_000_000, help="of the stand-in, an MLP, without --model (default 1M)")
-    parser.add_argument("--batch", type=count, default=32, help="of the stand-in (default 32)")
-    parser.add_argument("--repeats", type=count, default=10, help="samples of each time (default 10)")
+    parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=f"your own model: {FORM}")
+    parser.add_argument(
+        "--parameters", type=count, default=1_000_000, help="size of the stand-in, an MLP that is used without --model (default 1M)"
+    )
+    parser.add_argument("--batch", type=count, default=32, help="batch size of the stand-in (default 32)")
+    parser.add_argument("--repeats", type=count, default=10, help="number of samples of each time (default 10)")
     parser.add_argument("--backend", default="nccl" if torch.cuda.is_available() else "gloo", help="gloo or nccl (default: nccl on GPUs)")
-    parser.add_argument("--timeout", type=seconds, default=60.0, help="the longest that a process waits for another (default 60s)")
-    parser.add_argument("--out", default="probe.json", metavar="FILE", help="where to write (default probe.json)")
-    parser.add_argument("--json", action="store_true", help="print what is written")
+    parser.add_argument("--timeout", type=seconds, default=60.0, help="longest time that a process waits for another (default 60s)")
+    parser.add_argument("--out", default="probe.json", metavar="FILE", help="file to write (default probe.json)")
+    parser.add_argument("--json", action="store_true", help="print the content of the file")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
+    _check(options)
+    device = torch.device("cpu")
+    if options.backend == "nccl":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    with joined(options.backend, options.timeout) as engine:
+        is_first = engine.rank == 0
+        prepared, problem = _prepare(options, device)
+        try:
+            agree(engine.transport, {} if prepared is None else _describe(*prepared), problem)
+        except (ValueError, RuntimeError):
+            if is_first:
+                raise
+            raise SystemExit(2) from None  # all ranks have the same error: print it once
+        assert prepared is not None
+        probe = _measure(engine, options, *prepared)
+        if is_first:
+            probe.write(options.out)
+            print(json.dumps(probe.as_dict(), indent=1) if options.json else _page(probe, options.out))
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
     n = int(os.environ.get("WORLD_SIZE", 0))
     if n < 2:
-        found = f"torchrun started {n}" if n else "this one was not started by torchrun"
-        raise ValueError(f"probe measures between at least 2 processes, but {found}: type {TORCHRUN}")
+        found = f"torchrun started {n}" if n else "it was not started by torchrun"
+        raise ValueError(f"rumor probe needs at least 2 processes, but {found}: run {TORCHRUN}")
     for name in ("parameters", "batch", "repeats"):
         check_whole(f"--{name}", getattr(options, name), 1)
     if options.backend not in ("gloo", "nccl"):
@@ -55,65 +81,46 @@ def run(options: argparse.Namespace) -> int:
     if not options.timeout > 0:
         raise ValueError(f"--timeout must be positive, got {options.timeout:g} s")
     if options.backend == "nccl" and not torch.cuda.is_available():
-        raise ValueError("--backend nccl needs GPUs, and this machine shows none: use --backend gloo")
-    device = torch.device("cpu")
-    if options.backend == "nccl":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
-    with joined(options.backend, options.timeout) as engine:
-        is_first = engine.rank == 0
-        made, problem = _prepared(options, device)
-        try:
-            engine.agree({} if made is None else _described(*made), problem)
-        except (ValueError, RuntimeError):
-            if is_first:
-                raise
-            raise SystemExit(2) from None  # all ranks have the same to say, and one line is enough
-        assert made is not None
-        probe = _measured(engine, options, *made)
-        if is_first:
-            probe.write(options.out)
-            print(json.dumps(probe.as_dict(), indent=1) if options.json else _page(probe, options.out))
-    return 0
+        raise ValueError("--backend nccl needs GPUs, but torch finds none on this machine: use --backend gloo")
 
 
-def _prepared(options: argparse.Namespace, device: torch.device) -> tuple[tuple[nn.Module, Step] | None, ValueError | None]:
-    """Model and step, tried once; or the problem, to be told to the others before they wait for this rank."""
+def _prepare(options: argparse.Namespace, device: torch.device) -> tuple[tuple[nn.Module, Step] | None, ValueError | None]:
+    """Builds the model and runs its step once. Returns both, or the error, so that the other ranks learn about it and do not wait."""
     try:
         _check_writable(options.out)
         if not options.model:
             return stand_in(options.parameters, options.batch, device), None
-        model, step = users_model.load(options.model)
+        model, step = load_model(options.model)
         if step is None:
-            raise ValueError(f"--model takes {users_model.FORM}; it returned a model alone, and without step there is nothing to time")
+            raise ValueError(f"--model takes {FORM}; it returned a model without a step, so there is nothing to time")
         step()
-        Workload.of(model, compute=0.0)  # refuses a model without parameters
-        return (model, _named(step, options.model)), None
-    except (Exception, SystemExit) as error:  # step() is the user's code, and may raise anything
+        Workload.of(model, compute=0.0)  # raises if the model has no parameters
+        return (model, _with_named_errors(step, options.model)), None
+    except (Exception, SystemExit) as error:  # step() is the user's code and may raise anything
         return None, error if isinstance(error, ValueError) else ValueError(f"--model {options.model}: {type(error).__name__}: {error}")
 
 
-def _described(model: nn.Module, step: Step) -> dict[str, str]:
-    """What must be alike on all ranks, or their collectives would cross."""
+def _describe(model: nn.Module, step: Step) -> dict[str, str]:
+    """The properties that must be equal on all ranks. Otherwise their collectives would not match."""
     return {"model": ", ".join(str(list(p.shape)) for p in model.parameters()), "arguments of step": str(int(takes_model(step)))}
 
 
 def _check_writable(out: str) -> None:
-    """Before anything is measured."""
+    """Raises an error if the file can't be written, before anything is measured."""
     folder = Path(out).absolute().parent
     if not folder.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {folder} to write it to")
+        raise ValueError(f"--out {out}: there is no folder {folder}")
     if Path(out).is_dir():
         raise ValueError(f"--out {out} is a folder: name a file")
     try:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise ValueError(f"--out {out}: {folder} can't be written to ({error.strerror})") from None
+        raise ValueError(f"--out {out}: can't write to {folder} ({error.strerror})") from None
 
 
-def _named(step: Step, place: str) -> Step:
-    """`step`, whose errors say whose they are; it takes a model if and only if `step` does."""
+def _with_named_errors(step: Step, place: str) -> Step:
+    """Wraps `step` so that its errors say where they come from. The wrapper takes a model if `step` does."""
 
     @functools.wraps(step)
     def named(*model: nn.Module) -> object:
@@ -125,7 +132,7 @@ def _named(step: Step, place: str) -> Step:
     return named
 
 
-def _measured(engine: ProcessGroup, options: argparse.Namespace, model: nn.Module, step: Step) -> Probe:
+def _measure(engine: ProcessGroup, options: argparse.Namespace, model: nn.Module, step: Step) -> Probe:
     def show(what: str, timing: Timing) -> None:
         if engine.rank == 0:
             print(f"{what:<28} {show_seconds(timing.median):>9}", file=sys.stderr, flush=True)
@@ -138,17 +145,17 @@ def _measured(engine: ProcessGroup, options: argparse.Namespace, model: nn.Modul
 def _page(probe: Probe, path: str) -> str:
     named = {
         "compute": probe.compute,
-        **({"DDP, computing included": probe.ddp} if probe.ddp else {}),
+        **({"DDP, with computing": probe.ddp} if probe.ddp else {}),
         **{f"gossip, {name}": timing for name, timing in probe.gossip.items()},
         "all-reduce": probe.all_reduce,
     }
     rows = [(what, *(show_seconds(t) for t in (timing.median, timing.fastest, timing.slowest))) for what, timing in named.items()]
     lines = [
         f"{probe.n} processes, {probe.backend} on {probe.device}, torch {probe.torch}: {probe.model}"
-        f"{' (a stand-in: --model times your own)' if probe.is_stand_in else ''}, {show_count(probe.parameters)} parameters\n",
-        table(("a step's", "median", "fastest", "slowest"), rows),
+        f"{' (a stand-in: use --model for your own)' if probe.is_stand_in else ''}, {show_count(probe.parameters)} parameters\n",
+        table(("time per step", "median", "fastest", "slowest"), rows),
         f"\n{_link(probe)}",
-        f"\nwritten to {path}; next: rumor plan --probe {path}",
+        f"\nwrote {path}; next: rumor plan --probe {path}",
     ]
     return "\n".join(lines)
 
@@ -163,8 +170,8 @@ def _link(probe: Probe) -> str:
         [
             f"bandwidth {show_bytes(link.bandwidth)}/s ({link.bandwidth * 8 / 1e9:.3g} Gbit/s), latency {show_seconds(link.latency)}",
             paragraph(
-                f"From these the time model makes {show_seconds(predicted)} of the all-reduce that took "
-                f"{show_seconds(probe.all_reduce.median)}; the plan uses what was measured wherever it can."
+                f"With these two numbers the time model predicts {show_seconds(predicted)} for the all-reduce, which took "
+                f"{show_seconds(probe.all_reduce.median)}. The plan uses measured times wherever it can."
             ),
         ]
     )

@@ -1,4 +1,4 @@
-"""Text for people: tables whose columns line up, and paragraphs that fit."""
+"""Formats text for the terminal: tables with aligned columns, and wrapped paragraphs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WIDTH = 110
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Columns two spaces apart; the first `left` of them flush left, the others flush right. An empty row is a blank line.
+    """Formats a table. The first `left` columns are aligned left, the others right. An empty row gives a blank line.
 
     >>> print(table(("method", "ms"), [("Gossip SGD", "296"), ("Local", "7")]))
     method       ms
@@ -26,5 +26,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    """Wrapped; lines after the first are indented."""
+    """Wraps `text`; the lines after the first one start with `indent`."""
     return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

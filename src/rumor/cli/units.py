@@ -1,4 +1,4 @@
-"""Numbers with units, as people type and read them: 25Gbit/s, 50us, 146ms, 25.5M."""
+"""Reads and writes numbers with units: 25Gbit/s, 50us, 146ms, 25.5M."""
 
 from __future__ import annotations
 
@@ -10,22 +10,26 @@ from collections.abc import Callable
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _DECIMAL = {name: factor for name, factor in _PREFIX.items() if "i" not in name}
 SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
-COUNTS = {**_DECIMAL, "B": 1e9}  # a billion, as in "a model of 7B"
+COUNTS = {**_DECIMAL, "B": 1e9}  # a billion, as in "a 7B model"
 BYTES_PER_SECOND = {"": 1.0, **{f"{p}B/s": f for p, f in _PREFIX.items()}, **{f"{p}bit/s": f / 8 for p, f in _DECIMAL.items()}}
 
 
-NUMBER = r"[+-]?(?:\d{1,3}(?:,\d{3})+|[\d_]*)(?:\.\d*)?"  # 18,768 is eighteen thousand; 1,5 is nothing, lest it be taken for 15
+NUMBER = r"[+-]?(?:\d{1,3}(?:,\d{3})+|[\d_]*)(?:\.\d*)?"  # accepts 18,768, but not 1,5, which could be read as 15
 
 
-def _parser(units: dict[str, float], what: str, forms: str) -> Callable[[str], float]:
+COUNT_EXAMPLES = "for example 18768, 100k, 25.5M or 7B"
+NODES_EXAMPLES = "for example 32"
+
+
+def _parser(units: dict[str, float], what: str, examples: str) -> Callable[[str], float]:
     def parse(text: str) -> float:
         found = re.fullmatch(rf"\s*({NUMBER}(?:[eE][+-]?\d+)?)\s*(\S*)\s*", text)
         if not found or found.group(2) not in units:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}: write {forms}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}: write {examples}")
         try:
             return float(found.group(1).replace(",", "")) * units[found.group(2)]
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not {what}: write {forms}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not {what}: write {examples}") from None
 
     return parse
 
@@ -34,32 +38,31 @@ seconds = _parser(SECONDS, "a time", "146ms, 50us or 1.5s; a plain number is in 
 bandwidth = _parser(
     BYTES_PER_SECOND,
     "a bandwidth",
-    "25Gbit/s (bits) or 3.1GB/s (bytes), in full since a lone b could be either; a plain number is in bytes/s",
+    "25Gbit/s (bits) or 3.1GB/s (bytes), because a single b could mean either; a plain number is in bytes/s",
 )
-_count = _parser(COUNTS, "a number", "its digits, or 100k, 25.5M, 7B and the like")
-
-
-_nodes = _parser({"": 1.0, "k": 1e3}, "a whole number", "it in digits, such as 32")
+_count = _parser(COUNTS, "a number", COUNT_EXAMPLES)
+_nodes = _parser({"": 1.0, "k": 1e3}, "a whole number", NODES_EXAMPLES)
 
 
 def count(text: str) -> int:
-    """A whole number, of parameters or steps."""
-    return _whole(_count(text), text, "its digits, or 100k, 25.5M, 7B and the like")
+    """Parses a whole number of parameters or steps."""
+    return _whole(_count(text), text, COUNT_EXAMPLES)
 
 
 def nodes(text: str) -> int:
-    """A whole number, of nodes or of steps between two averages."""
-    return _whole(_nodes(text), text, "it in digits, such as 32")
+    """Parses a whole number of nodes, or of steps between two global averages."""
+    return _whole(_nodes(text), text, NODES_EXAMPLES)
 
 
-def _whole(value: float, text: str, forms: str) -> int:
+def _whole(value: float, text: str, examples: str) -> int:
     if not math.isfinite(value) or abs(value - round(value)) > 1e-6 * max(1.0, abs(value)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: write {forms}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number: write {examples}")
     return round(value)
 
 
 def show_seconds(value: float) -> str:
-    """
+    """Formats a time.
+
     >>> show_seconds(0.146), show_seconds(5e-05), show_seconds(1.9138)
     ('146 ms', '50 us', '1.91 s')
     """
@@ -70,7 +73,8 @@ def show_seconds(value: float) -> str:
 
 
 def show_bytes(value: float) -> str:
-    """
+    """Formats a number of bytes.
+
     >>> show_bytes(102e6), show_bytes(1_234)
     ('102 MB', '1.23 kB')
     """
@@ -81,7 +85,8 @@ def show_bytes(value: float) -> str:
 
 
 def show_count(value: float) -> str:
-    """
+    """Formats a number of things.
+
     >>> show_count(25_500_000), show_count(18_768)
     ('25.5 M', '18,768')
     """
@@ -92,5 +97,5 @@ def show_count(value: float) -> str:
 
 
 def _three(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Formats three digits, without an exponent."""
     return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"

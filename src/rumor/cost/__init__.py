@@ -1,4 +1,4 @@
-"""The time model and the planner: what a step of each method costs on a given network, and which method to choose.
+"""The time model and the planner: the cost of a step of each method on a given network, and which method to choose.
 
 >>> from rumor.cost import Link, Workload, recommend
 >>> resnet50 = Workload(parameters=25_500_000, compute=0.146)

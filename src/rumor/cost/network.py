@@ -1,4 +1,4 @@
-"""What is trained, over which network: the seconds of one gossip step and of one all-reduce."""
+"""The workload and the network: how many seconds one gossip step and one all-reduce take."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOPOLOGIES = {"one-peer-exponential": one_peer_exponential, "ring": ring, "grid"
 
 
 def check_number(name: str, value: float, unit: str, zero: bool = False) -> None:
-    """Raises unless `value` is finite and positive (or zero, if that is allowed)."""
+    """Raises an error unless `value` is finite and positive (or zero, if that is allowed)."""
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         rule = "finite and not negative" if zero else "finite and positive"
         raise ValueError(f"{name} must be {rule}, in {unit}, got {name}={value:g}")
 
 
 def kind(topology: Topology) -> str:
-    """The name of the function that built it, as the command line writes it.
+    """The name of the function that built the topology, in the spelling of the command line.
 
     >>> kind(one_peer_exponential(8))
     'one-peer-exponential'
@@ -35,7 +35,7 @@ def kind(topology: Topology) -> str:
 
 @lru_cache(maxsize=256)
 def degree(topology: Topology) -> float:
-    """Messages that the busiest node sends or hears in a step, averaged over the cycle.
+    """The number of messages that the busiest node sends or receives in a step, averaged over the cycle.
 
     >>> degree(ring(8)), degree(one_peer_exponential(8)), degree(grid(6))
     (2.0, 1.0, 3.0)
@@ -50,13 +50,13 @@ def degree(topology: Topology) -> float:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: d parameters, the seconds that a step computes, and for how many steps.
+    """The training job: the size of the model, the compute time of a step, and the number of steps.
 
     Attributes:
-        parameters: d, those that are averaged.
+        parameters: d, the number of parameters that are averaged.
         compute: seconds of a forward, backward and optimizer step.
         bytes_per_parameter: 4 for float32.
-        steps: of the whole run.
+        steps: number of steps of the whole run.
     """
 
     parameters: int
@@ -72,7 +72,7 @@ class Workload:
 
     @classmethod
     def of(cls, model: nn.Module, compute: float, steps: int = 10_000) -> Workload:
-        """That of training `model`: the parameters that train, and their mean size.
+        """Builds the workload of training `model`. It counts the parameters that require gradients, with their mean size in bytes.
 
         >>> Workload.of(nn.Linear(9, 1), compute=0.1).bytes
         40.0
@@ -80,39 +80,50 @@ class Workload:
         trained = [p for p in model.parameters() if p.requires_grad]
         count = sum(p.numel() for p in trained)
         if count == 0:
-            raise ValueError(f"{type(model).__name__} has no parameters that train: there is nothing to average")
+            raise ValueError(f"{type(model).__name__} has no parameters that require gradients, so there is nothing to average")
         return cls(count, compute, sum(p.numel() * p.element_size() for p in trained) / count, steps)
 
     @property
     def bytes(self) -> float:
-        """Of one copy of the parameters, d b."""
+        """Bytes of one copy of the parameters."""
         return self.parameters * self.bytes_per_parameter
 
     @property
     def summed_bytes(self) -> float:
-        """Of one copy in a global round, which sums in float32 or better."""
+        """Bytes of one copy in a global round, which sums in float32 or better."""
         return self.parameters * max(self.bytes_per_parameter, 4.0)
 
 
 class Network(Protocol):
-    """What the time model needs to know of a network."""
+    """The times of a network that the time model needs."""
 
-    def all_reduce(self, n: int, bytes: float) -> float: ...  # seconds
-    def gossip(self, topology: Topology, bytes: float) -> float: ...  # seconds of one step
-    def ddp(self) -> float | None: ...  # seconds that DDP adds to a step, less what it overlaps, if that was measured
-    def note(self, topology: Topology) -> str | None: ...  # what a reader should know of that last figure
+    def all_reduce(self, n: int, bytes: float) -> float:
+        """Seconds of one all-reduce."""
+        ...
+
+    def gossip(self, topology: Topology, bytes: float) -> float:
+        """Seconds of one gossip step."""
+        ...
+
+    def ddp(self) -> float | None:
+        """Seconds that DDP adds to the compute time of a step, after overlap; None if that was not measured."""
+        ...
+
+    def note(self, topology: Topology) -> str | None:
+        """A remark for the reader about the time of a gossip step, or None."""
+        ...
 
 
 @dataclass(frozen=True)
 class Link:
-    """A network by its links, the alpha-theta model:
+    """A network described by the bandwidth and latency of its links (the alpha-theta model):
 
         gossip      degree bytes / bandwidth + alpha
         all-reduce  2 (n - 1)/n bytes / bandwidth + 2 (n - 1) alpha
 
     Attributes:
-        bandwidth: bytes (not bits) a second that a node sends, and hears at the same time. 25 Gbit/s are 25e9 / 8.
-        latency: alpha, seconds of a message without content.
+        bandwidth: bytes (not bits) per second that a node sends, and receives at the same time. 25 Gbit/s is 25e9 / 8.
+        latency: alpha, seconds of an empty message.
 
     >>> link = Link(bandwidth=100e6, latency=1e-3)
     >>> round(link.gossip(ring(4), 1e8), 3), round(link.all_reduce(4, 1e8), 3)
@@ -142,18 +153,18 @@ class Link:
 
 @dataclass(frozen=True)
 class Measured:
-    """A network by times that were measured with the model itself, so on as many nodes and for as many bytes as are planned for.
+    """A network described by measured times. They must be measured with the planned model on the planned number of nodes.
 
     Attributes:
-        all_reduce_seconds: of one all-reduce.
-        gossip_seconds: of one gossip step, by topology ("ring", "one-peer-exponential", ...). For one that is missing, the measured
-            one of the nearest degree is scaled by the degrees.
-        ddp_seconds: that DistributedDataParallel adds to a step of computing. It overlaps its all-reduce with the backward pass, so this
-            is less than `all_reduce_seconds`, and what Parallel SGD really costs; None where it was not measured.
+        all_reduce_seconds: seconds of one all-reduce.
+        gossip_seconds: seconds of one gossip step, by topology ("ring", "one-peer-exponential", ...). The time of a missing topology is
+            that of the measured one with the nearest degree, scaled by the degrees.
+        ddp_seconds: seconds that DistributedDataParallel adds to the compute time of a step; None if it was not measured. DDP overlaps
+            its all-reduce with the backward pass, so this is less than `all_reduce_seconds`. It is the real cost of Parallel SGD.
 
     >>> seen = Measured(0.278, {"one-peer-exponential": 0.150})
     >>> seen.gossip(ring(32), bytes=102e6), seen.note(ring(32))
-    (0.3, 'not measured: one-peer-exponential scaled by degree, 2 against 1')
+    (0.3, 'not measured, scaled by degree (2 against 1) from one-peer-exponential')
     """
 
     all_reduce_seconds: float
@@ -168,7 +179,7 @@ class Measured:
             raise ValueError("gossip_seconds must name at least one topology, as in {'one-peer-exponential': 0.150}, got none")
         for name, seconds in self.gossip_seconds.items():
             if name not in TOPOLOGIES:
-                raise ValueError(f"gossip_seconds has a time for {name!r}, which is none of {', '.join(TOPOLOGIES)}")
+                raise ValueError(f"gossip_seconds has a time for {name!r}, which is not a topology: choose from {', '.join(TOPOLOGIES)}")
             check_number(f"gossip_seconds[{name!r}]", seconds, "seconds")
 
     def all_reduce(self, n: int, bytes: float) -> float:
@@ -187,7 +198,8 @@ class Measured:
         name = self._nearest(topology)
         if name == kind(topology) or not topology.has_links:
             return None
-        return f"not measured: {name} scaled by degree, {degree(topology):g} against {degree(TOPOLOGIES[name](topology.n)):g}"
+        mine, measured = degree(topology), degree(TOPOLOGIES[name](topology.n))
+        return f"not measured, scaled by degree ({mine:g} against {measured:g}) from {name}"
 
     def _nearest(self, topology: Topology) -> str:
         if kind(topology) in self.gossip_seconds:

@@ -1,6 +1,6 @@
-"""The paper's tables of run times, beside what the time model makes of its measured step times (Table 17).
+"""The paper's run times, and the time model's predictions from the step times that the paper measured (Table 17).
 
-Every `reported` figure is typed in from the paper; every prediction is computed.
+Every `reported` number is copied from the paper; every prediction is computed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from rumor.cost.network import Measured, Workload
 from rumor.cost.prediction import Prediction, predict
 from rumor.topology import one_peer_exponential
 
-H = 6  # of Local SGD and Gossip-PGA, in all of these runs
-PEERS = "one-peer-exponential"  # the graph of all of these runs
+H = 6  # the period of Local SGD and Gossip-PGA in all of these runs
+PEERS = "one-peer-exponential"  # the topology of all of these runs
 
 
 @dataclass(frozen=True)
 class Training:
-    """One of the paper's trainings: step times of Table 17, and the hours that its table reports.
+    """One of the paper's trainings: the step times of Table 17, and the reported hours.
 
     Attributes:
-        averaging: the share of steps that Gossip-AGA is said to average globally.
-        hours: as reported, by method; "x2" and "x3" are runs of twice and three times the steps.
+        averaging: the share of steps at which Gossip-AGA averages globally, according to the paper.
+        hours: reported hours by method; "x2" and "x3" are runs with two and three times the steps.
     """
 
     title: str
@@ -42,7 +42,7 @@ RESNET50 = Training(
     table=7,
     n=32,
     workload=Workload(25_500_000, compute=0.146, steps=18_768),  # 120 epochs of 1,281,167 images in batches of 8,192
-    measured=Measured(0.278, {PEERS: 0.150}, ddp_seconds=0.278),  # overlap is off already: what communication adds to a step
+    measured=Measured(0.278, {PEERS: 0.150}, ddp_seconds=0.278),  # the overlap is already subtracted: time that communication adds
     averaging=0.09,
     hours={
         "Parallel SGD": 2.22,
@@ -86,7 +86,7 @@ SCALING_HOURS = {
 
 
 class Row(NamedTuple):
-    """Hours as predicted and as reported; `predicted` is None, and `why` says why, where the model can't derive them."""
+    """Predicted and reported hours. If the model can't predict them, `predicted` is None and `why` is the reason."""
 
     method: str
     predicted: float | None
@@ -99,30 +99,31 @@ class Row(NamedTuple):
 
 
 def reproduce(training: Training) -> list[Row]:
-    """The hours of Table 7 or 11.
+    """Predicts the hours of Table 7 or 11.
 
     >>> {row.method: round(row.predicted, 2) for row in reproduce(RESNET50) if row.predicted and "x" not in row.method}
     {'Parallel SGD': 2.21, 'Local SGD': 1.0, 'Gossip SGD': 1.54, 'Gossip-PGA': 1.65}
     """
     rows = predict(training.n, training.workload, training.measured, H=H, topologies=[one_peer_exponential(training.n)])
-    of = {row.method: row for row in rows}
-    return [_row(training, method, reported, of) for method, reported in training.hours.items()]
+    by_method = {row.method: row for row in rows}
+    return [_row(training, method, reported, by_method) for method, reported in training.hours.items()]
 
 
-def _row(training: Training, method: str, reported: float, of: dict[str, Prediction]) -> Row:
+def _row(training: Training, method: str, reported: float, by_method: dict[str, Prediction]) -> Row:
     base, _, factor = method.partition(" x")
     times = int(factor or 1)
     if base == "OSGP":
-        hidden = of["OSGP"].seconds_overlapped * training.workload.steps * times / 3600
-        between = f"its overlap was not measured; full overlap gives {hidden:.2f} h, none {of['OSGP'].hours * times:.2f} h"
-        return Row(method, None, reported, between)
+        osgp = by_method["OSGP"]
+        overlapped = osgp.seconds_overlapped * training.workload.steps * times / 3600
+        why = f"its overlap was not measured; full overlap gives {overlapped:.2f} h, no overlap {osgp.hours * times:.2f} h"
+        return Row(method, None, reported, why)
     if base == "Gossip-AGA":
         return Row(method, None, reported, _why_not_aga(training))
-    return Row(method, of[base].hours * times, reported)
+    return Row(method, by_method[base].hours * times, reported)
 
 
 def averaging_share(training: Training) -> float:
-    """The share of global steps that Gossip-AGA's reported hours imply: where they lie between Gossip SGD's and Parallel SGD's.
+    """The share of global steps that Gossip-AGA's reported hours imply, from their place between Gossip SGD's and Parallel SGD's.
 
     >>> [f"{averaging_share(training):.1%}" for training in (RESNET50, BERT)]
     ['3.0%', '2.4%']
@@ -141,23 +142,24 @@ def _why_not_aga(training: Training) -> str:
 
 
 class Scaling(NamedTuple):
-    """Table 10: the alpha-theta model fitted to it (seconds), and its hours by method, one for each of `SCALING_NODES`."""
+    """Table 10: the fitted alpha-theta model (in seconds), and the hours by number of nodes, for each of `SCALING_NODES`."""
 
     transfer: float  # d theta of the all-reduce
     latency: float  # alpha of the all-reduce
     gossip: float  # d theta + alpha of one-peer gossip
-    all_reduce_seconds: list[float]  # as the reported hours imply
+    all_reduce_seconds: list[float]  # computed from the reported hours
     gossip_seconds: list[float]
     rows: dict[int, list[Row]]
 
 
 def reproduce_scaling() -> Scaling:
-    """Table 10, from a least-squares fit of 2 (n - 1)/n d theta + 2 (n - 1) alpha and of d theta + alpha to the times that it implies.
+    """Predicts Table 10 from a least-squares fit of 2 (n - 1)/n d theta + 2 (n - 1) alpha and of d theta + alpha to its times.
 
-    Table 17 is of 32 nodes alone, so the communication of fewer is what Table 10's own hours leave after 146 ms of computing.
+    Table 17 has the step times of 32 nodes only. For fewer nodes, the communication time is Table 10's time per step minus 146 ms of
+    computing.
     """
     n, compute = np.array(SCALING_NODES), RESNET50.workload.compute
-    steps = RESNET50.workload.steps * RESNET50.n / n  # epochs are the same, batches smaller
+    steps = RESNET50.workload.steps * RESNET50.n / n  # fewer nodes: the same epochs with a smaller total batch
     mean, gossip = (np.array(SCALING_HOURS[method]) * 3600 / steps - compute for method in ("Parallel SGD", "Gossip SGD"))
     (transfer, latency), *_ = np.linalg.lstsq(np.stack([2 * (n - 1) / n, 2.0 * (n - 1)], axis=1), mean, rcond=None)
     fitted = {"Parallel SGD": 2 * (n - 1) / n * transfer + 2 * (n - 1) * latency, "Gossip SGD": np.full(len(n), gossip.mean())}

@@ -1,12 +1,12 @@
-"""What a step of each method costs: seconds with and without overlap, bytes, hours of the run, transient stage.
+"""The cost of a step of each method: seconds with and without overlap, bytes, hours of the run, transient stage.
 
-A step of Gossip-PGA takes, with t_compute, t_gossip and t_mean the seconds of computing, of gossip and of an all-reduce,
+A step of Gossip-PGA takes
 
     without overlap                    t_compute + (1 - 1/H) t_gossip + 1/H t_mean
     with overlap (delay=1), at best    (1 - 1/H) max(t_compute, t_gossip) + 1/H max(t_compute, t_mean)
 
-Parallel, Local and Gossip SGD are its cases H = 1, t_gossip = 0 and H = infinity. Where a step of DDP was measured, that is Parallel SGD's,
-since DDP has its own overlap.
+t_compute, t_gossip and t_mean are the seconds of computing, of a gossip step and of an all-reduce. Parallel, Local and Gossip SGD are the
+cases H = 1, t_gossip = 0 and H = infinity. If a step of DDP was measured, Parallel SGD takes that time, since DDP has its own overlap.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rumor.algorithm import GossipPGA, gossip_pga, gossip_sgd, local_sgd
 from rumor.cost.network import TOPOLOGIES, Network, Workload, degree, kind
+from rumor.engines.engine import uses_all_reduce
+from rumor.methods.gossip_pga import GossipPGA, gossip_pga, gossip_sgd, local_sgd
 from rumor.schedule import check_whole
 from rumor.theory import transient_stage
 from rumor.topology import Topology
 
-GLOBAL_SHARE = 0.10  # what global rounds may add to a gossip step before a longer period is worth its longer transient stage
+GLOBAL_SHARE = 0.10  # global rounds may add this much to a gossip step; above it, a longer period is worth its longer transient stage
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One method on one topology.
+    """The predicted cost of one method on one topology.
 
     Attributes:
         method: "Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-AGA" (one row for each end of its range) or "OSGP".
-        topology: as the command line writes it; None where no one gossips.
-        H: steps from one global round to the next; None where there is none.
-        seconds: of a step without overlap; Parallel SGD's as DDP runs it, where that was measured.
-        seconds_overlapped: of a step whose messages travel while the next one computes (DDP's buckets for Parallel SGD, delay=1 for
-            the others), if all of the smaller part is hidden: a lower bound.
-        bytes: that the busiest node sends in a step, on average; an all-reduce counts as the ring's 2 (n - 1)/n of the model.
-        hours: of the workload's steps, without overlap.
-        transient_stage: steps before the method is as good as Parallel SGD where nodes' data differ, an order of magnitude (constants are
-            left out: compare such numbers with one another, not with steps); None where the theory has no word on it.
-        transient_stage_iid: the same where all nodes draw from the same data.
-        note: what a reader should know of these figures.
+        topology: the topology in the spelling of the command line; None if the method does not gossip.
+        H: steps from one global round to the next; None if there are no global rounds.
+        seconds: seconds of a step without overlap. For Parallel SGD, the time of DDP if that was measured.
+        seconds_overlapped: seconds of a step with perfect overlap, where messages travel while the next step computes (delay=1; DDP's
+            buckets for Parallel SGD). This is a lower bound.
+        bytes: bytes that the busiest node sends in a step, on average. An all-reduce counts as a ring's, 2 (n - 1)/n of the model.
+        hours: hours of the workload's steps, without overlap.
+        transient_stage: order of the number of steps before the method is as good as Parallel SGD, if the nodes' data differ. Constants
+            are left out: compare these numbers with each other, not with a number of steps. None if there is no theory.
+        transient_stage_iid: the same if all nodes draw from the same data.
+        note: a remark about these numbers.
     """
 
     method: str
@@ -55,17 +56,17 @@ class Prediction:
     note: str | None = None
 
     def stage(self, iid: bool = False) -> float:
-        """The transient stage; infinite where the theory has no word on it."""
+        """The transient stage; infinite if there is no theory."""
         stage = self.transient_stage_iid if iid else self.transient_stage
         return math.inf if stage is None else stage
 
 
 def period_for(compute: float, gossip: float, mean: float, share: float = GLOBAL_SHARE) -> int:
-    """The smallest H at which global rounds add at most `share` to a step of gossip.
+    """The smallest H at which global rounds add at most `share` to a gossip step.
 
         H = ceil( (t_mean - t_gossip) / (share (t_compute + t_gossip)) ),  at least 1
 
-    >>> period_for(0.146, 0.150, 0.278), period_for(0.445, 0.5665, 1.4688)  # ResNet-50 and BERT-Large in the paper, which uses 6
+    >>> period_for(0.146, 0.150, 0.278), period_for(0.445, 0.5665, 1.4688)  # ResNet-50 and BERT-Large; the paper uses 6 for both
     (5, 9)
     """
     step = compute + gossip
@@ -84,15 +85,17 @@ def predict(
     H_max: int = 64,
     topologies: Sequence[Topology] | None = None,
 ) -> list[Prediction]:
-    """Every method on every topology.
+    """Predicts the cost of every method on every topology.
 
     Args:
         n: number of nodes.
-        H: the period of Gossip-PGA and Local SGD; None takes `period_for` the topology whose gossip step is the quickest, but at least 2
-            (with 1 all rows would be Parallel SGD) and at most H_max.
-        H_init: the short end of Gossip-AGA's range of periods.
-        H_max: the long end.
-        topologies: those to look at, each for n nodes; None takes all of `TOPOLOGIES`.
+        workload: the training job.
+        network: a `Link`, or times that were `Measured`.
+        H: the period of Gossip-PGA and Local SGD. None chooses it with `period_for` the topology that has the fastest gossip step, at
+            least 2 (with 1 all rows would be Parallel SGD) and at most H_max.
+        H_init: Gossip-AGA's shortest period.
+        H_max: Gossip-AGA's longest period.
+        topologies: the topologies to compare, each for n nodes; None means all of `TOPOLOGIES`.
 
     >>> from rumor.cost import Measured
     >>> rows = predict(32, Workload(25_500_000, 0.146, steps=18_768), Measured(0.278, {"one-peer-exponential": 0.150}), H=6)
@@ -107,7 +110,7 @@ def predict(
     given = [build(n) for build in TOPOLOGIES.values()] if topologies is None else topologies
     for topology in given:
         if topology.n != n:
-            raise ValueError(f"{topology} is for n={topology.n} nodes, but n={n} are planned for")
+            raise ValueError(f"{topology} is for n={topology.n} nodes, but n={n} was given: build the topology for {n} nodes")
     if H is None:
         H = min(H_max, max([2, *(times.period(topology) for topology in sorted(given, key=times.gossip)[:1])]))
     rows = [times.parallel(), times.row("Local SGD", local_sgd(n, H), H)]
@@ -120,20 +123,20 @@ def predict(
 
 
 class _Times:
-    """The seconds of one workload on one network."""
+    """The times of one workload on one network."""
 
     def __init__(self, n: int, workload: Workload, network: Network):
         self.n, self.workload, self.network = n, workload, network
         self.mean, self.mean_bytes = self._all_reduce(workload.summed_bytes)
 
     def _all_reduce(self, bytes: float) -> tuple[float, float]:
-        """Seconds, and bytes that a node sends."""
+        """Returns the seconds of an all-reduce, and the bytes that a node sends."""
         return (self.network.all_reduce(self.n, bytes), 2 * (self.n - 1) / self.n * bytes) if self.n > 1 else (0.0, 0.0)
 
     def gossip(self, topology: Topology) -> tuple[float, float]:
-        """Seconds of a step, and bytes that the busiest node sends in it."""
-        if topology.is_complete and self.n > 2:
-            return self.mean, self.mean_bytes  # the engine takes an all-reduce where W = 11'/n
+        """Returns the seconds of a gossip step, and the bytes that the busiest node sends."""
+        if uses_all_reduce(topology):
+            return self.mean, self.mean_bytes
         if not topology.has_links:
             return 0.0, 0.0
         return self.network.gossip(topology, self.workload.bytes), degree(topology) * self.workload.bytes
@@ -142,14 +145,14 @@ class _Times:
         return period_for(self.workload.compute, self.gossip(topology)[0], self.mean)
 
     def parallel(self) -> Prediction:
-        """Parallel SGD as DDP runs it: its gradients travel in the parameters' own precision."""
+        """Parallel SGD with DDP, which sends gradients in the precision of the parameters."""
         compute, (mean, sent) = self.workload.compute, self._all_reduce(self.workload.bytes)
         ddp = self.network.ddp() if self.n > 1 else None
         seconds, overlapped = (compute + mean, max(compute, mean)) if ddp is None else (compute + ddp, compute + ddp)
         return Prediction("Parallel SGD", None, 1, seconds, overlapped, sent, self._hours(seconds), 0.0, 0.0)
 
     def row(self, method: str, algorithm: GossipPGA, H: int | None) -> Prediction:
-        compute, share = self.workload.compute, 0.0 if H is None else 1 / H  # of the steps that are global
+        compute, share = self.workload.compute, 0.0 if H is None else 1 / H  # share of the steps that are global
         gossip, sent = self.gossip(algorithm.topology)
         seconds = (1 - share) * (compute + gossip) + share * (compute + self.mean)
         has_neighbors, has_theory = method != "Local SGD", method != "OSGP"

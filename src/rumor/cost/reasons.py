@@ -1,4 +1,4 @@
-"""The reasons of a recommendation in plain words, with their numbers."""
+"""Explains a recommendation in words, with the numbers behind it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,22 @@ from rumor.cost.network import Network, Workload, degree, kind
 from rumor.cost.prediction import GLOBAL_SHARE, Prediction
 from rumor.topology import Topology
 
-WORTH_IT = 0.10  # how much slower Parallel SGD may be and still be the better choice
-SAME_ORDER = 2.0  # transient stages leave constants out: one has to be this many times another to count as longer
-LONGEST = 64  # a period beyond this (Gossip-AGA's own limit) is not recommended
+WORTH_IT = 0.10  # Parallel SGD is the better choice up to this much slower
+SAME_ORDER = 2.0  # transient stages are without constants: below this ratio they count as equally long
+LONGEST = 64  # the longest period to recommend (Gossip-AGA's own limit)
 
 
 @dataclass(frozen=True)
-class Case:
-    """What was weighed.
+class Comparison:
+    """The candidates of a recommendation.
 
     Attributes:
-        topology: of the best of Gossip-PGA.
-        best, parallel, local: Gossip-PGA at its best, Parallel SGD, and Local SGD with the same period as the best.
-        gossip, quickest: seconds of a step of gossip alone, over this topology and over the quickest one.
+        topology: the topology of `best`.
+        best: the best Gossip-PGA.
+        parallel: Parallel SGD.
+        local: Local SGD with the same period as `best`.
+        gossip: seconds of a gossip step on this topology, including the computing.
+        fastest_gossip: seconds of a gossip step on the fastest topology, including the computing.
         mean: seconds of an all-reduce.
         longest: the longest period allowed.
     """
@@ -32,7 +35,7 @@ class Case:
     parallel: Prediction
     local: Prediction
     gossip: float
-    quickest: float
+    fastest_gossip: float
     mean: float
     longest: int
     iid: bool
@@ -43,98 +46,104 @@ class Case:
 
     @property
     def added(self) -> float:
-        """What global rounds add to a step of gossip, as a share of it."""
+        """The time that global rounds add to a gossip step, as a share of the gossip step."""
         return (self.workload.compute + self.mean - self.gossip) / self.H / self.gossip
 
 
-def why_parallel(case: Case) -> str:
-    if case.best.seconds < case.parallel.seconds and case.H == 1:
+def why_parallel(compared: Comparison) -> str:
+    if compared.best.seconds < compared.parallel.seconds and compared.H == 1:
         return (
-            f"an all-reduce takes {_ms(case.mean)}, a gossip step {_ms(case.gossip - case.workload.compute)}: to average with all at every "
-            f"step costs no more. DDP was timed at {_ms(case.parallel.seconds)}, rumor.parallel_sgd takes {_ms(case.best.seconds)}"
+            f"an all-reduce takes {_ms(compared.mean)} and a gossip step {_ms(compared.gossip - compared.workload.compute)}, so averaging "
+            f"all nodes at every step costs no more. DDP was timed at {_ms(compared.parallel.seconds)}, but rumor.parallel_sgd takes only "
+            f"{_ms(compared.best.seconds)}"
         )
-    other, seconds = f"Gossip-PGA's ({case.best.topology}, H = {case.H}", case.best.seconds
-    if case.H == 1:  # which is Parallel SGD itself: even a gossip step alone is within the 10 %
-        other, seconds = f"a gossip step ({case.best.topology}", case.gossip
-    slower = case.parallel.seconds / seconds - 1
+    other, seconds = f"that of Gossip-PGA ({compared.best.topology}, H = {compared.H}", compared.best.seconds
+    if compared.H == 1:  # Gossip-PGA with H = 1 is Parallel SGD, so compare with a gossip step, which is within the 10 % as well
+        other, seconds = f"a gossip step ({compared.best.topology}", compared.gossip
+    slower = compared.parallel.seconds / seconds - 1
     how = f"only {slower:.1%} slower than" if slower > 0.0005 else "no slower than"
-    is_fast = case.parallel.seconds <= 1.5 * case.workload.compute
-    why = "The network is fast beside the computation" if is_fast else "An all-reduce costs little more than gossip here"
-    form = "DistributedDataParallel, which hides part of the all-reduce besides, is its usual form"
-    if case.network.ddp() is not None:
+    is_fast = compared.parallel.seconds <= 1.5 * compared.workload.compute
+    why = "The network is fast compared with the computation" if is_fast else "An all-reduce costs little more than gossip here"
+    form = "Its usual form is DistributedDataParallel, which also hides part of the all-reduce"
+    if compared.network.ddp() is not None:
         why = why if is_fast else "DDP hides much of its all-reduce behind the backward pass"
-        without = _ms(case.workload.compute + case.mean)
-        form = f"run it as DistributedDataParallel, which was timed: rumor.parallel_sgd does not overlap, and would take {without}"
-    return f"its step of {_ms(case.parallel.seconds)} is {how} {other}: {_ms(seconds)}), and it is exact. {why}; {form}"
+        without = _ms(compared.workload.compute + compared.mean)
+        form = f"Run it as DistributedDataParallel, as it was timed: rumor.parallel_sgd does not overlap, and would take {without}"
+    return f"its step of {_ms(compared.parallel.seconds)} is {how} {other}: {_ms(seconds)}), and it is exact. {why}. {form}"
 
 
-def why_gossip_pga(case: Case) -> str:
-    H, best, parallel = case.H, case.best.seconds, case.parallel.seconds
-    shorter = f" (H = {H - 1}: {_percent(case.added * H / (H - 1))})" if H > 1 and case.added <= GLOBAL_SHARE else ""
+def why_gossip_pga(compared: Comparison) -> str:
+    H, best, parallel = compared.H, compared.best.seconds, compared.parallel.seconds
+    shorter = f" (H = {H - 1}: {_percent(compared.added * H / (H - 1))})" if H > 1 and compared.added <= GLOBAL_SHARE else ""
     return (
-        f"its step takes {_ms(best)}, Parallel SGD's {_ms(parallel)}: {1 - best / parallel:.0%} less. {_why_topology(case)} With H = {H} "
-        f"global rounds add {_percent(case.added)} to it{shorter}. {_why_not_local(case)}"
+        f"its step takes {_ms(best)}, {1 - best / parallel:.0%} less than Parallel SGD's {_ms(parallel)}. {_why_topology(compared)} "
+        f"With H = {H}, global rounds add {_percent(compared.added)} to it{shorter}. {_why_not_local(compared)}"
     )
 
 
-def _why_topology(case: Case) -> str:
-    messages = degree(case.topology)
-    said = f"{kind(case.topology)} ({messages:g} message{'s' * (messages != 1)} a step)"
-    if case.gossip <= case.quickest:
-        return f"{said} has the quickest gossip step, {_ms(case.gossip)}."
-    return f"{said} has a gossip step of {_ms(case.gossip)}, next to the quickest, and a far shorter transient stage."
+def _why_topology(compared: Comparison) -> str:
+    messages = degree(compared.topology)
+    name = f"{kind(compared.topology)} ({messages:g} message{'s' * (messages != 1)} per step)"
+    if compared.gossip <= compared.fastest_gossip:
+        return f"{name} has the fastest gossip step, {_ms(compared.gossip)}."
+    return f"{name} has a gossip step of {_ms(compared.gossip)}, close to the fastest, and a much shorter transient stage."
 
 
-def _why_not_local(case: Case) -> str:
-    start = f"Local SGD with that H would take {_ms(case.local.seconds)}"
-    theirs, ours = case.local.stage(case.iid), case.best.stage(case.iid)
+def _why_not_local(compared: Comparison) -> str:
+    start = f"Local SGD with the same H would take {_ms(compared.local.seconds)}"
+    theirs, ours = compared.local.stage(compared.iid), compared.best.stage(compared.iid)
     if theirs > SAME_ORDER * ours:
-        return f"{start}, but its transient stage is of the order of {theirs:.1e} steps, not {f'{ours:.1e}' if ours else 'none'}"
-    # contraction(l) = 1 for l < log2(n) at the worst phase of a one-peer cycle, say: the bound then sees no gossip at all
+        instead = f"of {ours:.1e}" if ours else "of none at all"
+        return f"{start}, but its transient stage is of the order of {theirs:.1e} steps instead {instead}"
+    # For example, contraction(l) = 1 for l < log2(n) at the worst phase of a one-peer cycle: then the bound ignores gossip.
     return (
-        f"{start}. Local SGD's transient stage is not longer, as far as the theory can tell ({theirs:.1e}, {ours:.1e}: bounds, which see "
-        "hardly any gain from gossip within so short a period), but the paper's ResNet-50 lost 2 points of accuracy with it and none with "
-        "Gossip-PGA"
+        f"{start}. In theory its transient stage is not longer ({theirs:.1e} against {ours:.1e}; these are bounds, which hardly count the "
+        "gossip within such a short period). But the paper's ResNet-50 lost 2 points of accuracy with Local SGD, and none with Gossip-PGA"
     )
 
 
-def notes(case: Case) -> tuple[str, ...]:
-    """What else to know."""
-    is_parallel = case.parallel.seconds <= (1 + WORTH_IT) * case.best.seconds or case.H == 1
-    found = [] if is_parallel else [*_note_on_period(case)]
-    found += _notes_on_overlap(case)
-    if case.best.note and not is_parallel:
-        found.append(f"{case.best.topology}: {case.best.note}")
-    if case.workload.bytes_per_parameter < 4:
-        found.append("parameters of fewer than 4 bytes gossip as they are; global rounds are summed, hence sent, in float32")
+def notes(compared: Comparison) -> tuple[str, ...]:
+    """Remarks on the recommendation."""
+    is_parallel = compared.parallel.seconds <= (1 + WORTH_IT) * compared.best.seconds or compared.H == 1
+    found = [] if is_parallel else [*_note_on_period(compared)]
+    found += _notes_on_overlap(compared)
+    if compared.best.note and not is_parallel:
+        found.append(f"{compared.best.topology}: {compared.best.note}")
+    if compared.workload.bytes_per_parameter < 4:
+        found.append(
+            "gossip sends the parameters in their own precision; global rounds sum in float32, and so they send 4 bytes per parameter"
+        )
     return tuple(found)
 
 
-def _note_on_period(case: Case) -> list[str]:
-    if case.added <= GLOBAL_SHARE + 1e-9:
+def _note_on_period(compared: Comparison) -> list[str]:
+    if compared.added <= GLOBAL_SHARE + 1e-9:
         return []
-    dear = f"an all-reduce of {_ms(case.mean)} is so dear that global rounds still add {_percent(case.added)} at H = {case.H}"
-    bound = "the longest allowed (max_period)" if case.longest < LONGEST else "the longest recommended"
-    n, gossip = case.topology.n, case.gossip - case.workload.compute
+    slow = f"an all-reduce takes {_ms(compared.mean)}, so global rounds still add {_percent(compared.added)} at H = {compared.H}"
+    bound = "the longest allowed (max_period)" if compared.longest < LONGEST else "the longest recommended"
+    n, gossip = compared.topology.n, compared.gossip - compared.workload.compute
     rounds = max(1, (n - 1).bit_length())  # ceil(log2 n), the length of a one-peer cycle
     instead = ""
-    if kind(case.topology) == "one-peer-exponential" and rounds * gossip < case.mean:
-        left = case.topology.contraction(rounds)
-        exact = f"leaving {left:.0%} of the disagreement" if left else "just as exact"
-        instead = f"average_rounds={rounds} makes a global round of {rounds} gossip steps, {_ms(rounds * gossip)} and {exact}; or "
-    return [f"{dear}, {bound}; {instead}gossip_aga lets the period grow as the loss falls"]
+    if kind(compared.topology) == "one-peer-exponential" and rounds * gossip < compared.mean:
+        left = compared.topology.contraction(rounds)
+        exact = f"leaves {left:.0%} of the disagreement" if left else "is just as exact"
+        instead = (
+            f"use average_rounds={rounds}, which replaces the all-reduce by {rounds} gossip steps, takes {_ms(rounds * gossip)} and "
+            f"{exact}; or "
+        )
+    return [f"{slow}, {bound}. To reduce this, {instead}use gossip_aga, which lets the period grow as the loss falls"]
 
 
-def _notes_on_overlap(case: Case) -> list[str]:
-    parallel, best = case.parallel, case.best
-    if case.network.ddp() is None and parallel.seconds > (1 + WORTH_IT) * best.seconds >= parallel.seconds_overlapped:
+def _notes_on_overlap(compared: Comparison) -> list[str]:
+    parallel, best = compared.parallel, compared.best
+    if compared.network.ddp() is None and parallel.seconds > (1 + WORTH_IT) * best.seconds >= parallel.seconds_overlapped:
         return [
-            f"all times are without overlap: if DDP can hide its whole all-reduce behind the backward pass, its step takes "
-            f"{_ms(parallel.seconds_overlapped)} (Gossip-PGA with delay=1: {_ms(best.seconds_overlapped)}): time DDP before you decide"
+            f"all times are without overlap. If DDP can hide its whole all-reduce behind the backward pass, its step takes "
+            f"{_ms(parallel.seconds_overlapped)} (Gossip-PGA with delay=1: {_ms(best.seconds_overlapped)}). Time DDP before you decide"
         ]
-    if case.network.ddp() is not None and case.H > 1 and parallel.seconds > (1 + WORTH_IT) * best.seconds_overlapped:
+    if compared.network.ddp() is not None and compared.H > 1 and parallel.seconds > (1 + WORTH_IT) * best.seconds_overlapped:
         return [
-            f"DDP's time includes its overlap, that of Gossip-PGA has none: delay=1 could bring {best.topology}, H = {best.H}, to "
+            f"DDP's time includes overlap, Gossip-PGA's time does not. With delay=1, Gossip-PGA ({best.topology}, H = {best.H}) takes "
             f"{_ms(best.seconds_overlapped)} at best"
         ]
     return []

@@ -1,13 +1,13 @@
-"""Which method, topology and period to take.
+"""Recommends a method, a topology and a period, by these rules:
 
-1. Parallel SGD, where its step is at most 10 % slower than the best of Gossip-PGA: it is exact, and there is nothing to gain.
-2. Otherwise Gossip-PGA, over the topology whose gossip step is the quickest; of those within 2 %, the one with the shortest transient
-   stage; of stages within a factor of 2 (they are orders of magnitude), the one that sends least.
-3. H is the smallest period at which global rounds add at most 10 % to a gossip step. A longer one would hardly be faster, and its
-   transient stage is longer.
+1. Take Parallel SGD if its step is at most 10 % slower than the best Gossip-PGA. It is exact, and there is little to gain.
+2. Otherwise take Gossip-PGA on the topology with the fastest gossip step. If several are within 2 %, take the one with the shortest
+   transient stage. If transient stages are within a factor of 2 (they are orders of magnitude), take the one that sends the least.
+3. Take the smallest H at which global rounds add at most 10 % to a gossip step. A longer period would hardly be faster, but have a
+   longer transient stage.
 
-Gossip SGD is Gossip-PGA without the global rounds: at most 10 % faster, with a longer transient stage. Local SGD sends least, and is the
-slowest to catch up.
+Gossip SGD is Gossip-PGA without the global rounds: at most 10 % faster, with a longer transient stage. Local SGD sends the least, but
+needs the most steps to catch up with Parallel SGD.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from dataclasses import dataclass
 
 from rumor.cost.network import TOPOLOGIES, Network, Workload, kind
 from rumor.cost.prediction import Prediction, period_for, predict
-from rumor.cost.reasons import LONGEST, SAME_ORDER, WORTH_IT, Case, notes, why_gossip_pga, why_parallel
+from rumor.cost.reasons import LONGEST, SAME_ORDER, WORTH_IT, Comparison, notes, why_gossip_pga, why_parallel
 from rumor.schedule import check_whole
 
-TIE = 0.02  # topologies whose gossip steps are this close count as equally fast
+TIE = 0.02  # gossip steps within this share of each other count as equally fast
 
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to do.
+    """The recommended method, and why.
 
     Attributes:
-        method: the choice, "Parallel SGD" or "Gossip-PGA".
-        topology: as the command line writes it; None for Parallel SGD.
-        H: its period; 1 for Parallel SGD.
-        seconds: of its step, without overlap.
-        call: the algorithm to hand to `rumor.Averager`, as Python.
-        reason: why, in plain words.
-        notes: what else to know.
+        method: "Parallel SGD" or "Gossip-PGA".
+        topology: the topology in the spelling of the command line; None for Parallel SGD.
+        H: the period; 1 for Parallel SGD.
+        seconds: seconds of a step, without overlap.
+        call: the Python expression of the algorithm to pass to `rumor.Averager`.
+        reason: the reason, in words.
+        notes: further remarks.
     """
 
     method: str
@@ -48,12 +48,15 @@ class Recommendation:
 def recommend(
     n: int, workload: Workload, network: Network, *, H: int | None = None, max_period: int | None = None, iid: bool = False
 ) -> Recommendation:
-    """The method, topology and H to take for `workload` on `n` nodes of `network`.
+    """Recommends a method, a topology and a period for `workload` on `n` nodes of `network`.
 
     Args:
-        H: the period to take if it is Gossip-PGA; None to choose one.
-        max_period: a bound on H, say from `rumor.theory` for the transient stage that the run can afford.
-        iid: whether all nodes draw from the same data; decides which transient stage counts.
+        n: number of nodes.
+        workload: the training job.
+        network: a `Link`, or times that were `Measured`.
+        H: the period of Gossip-PGA; None chooses one.
+        max_period: the longest H allowed, for example from `rumor.theory` for the transient stage that the run can afford.
+        iid: whether all nodes draw from the same data. This decides which transient stage counts.
 
     >>> from rumor.cost import Measured
     >>> seen = Measured(0.278, {"one-peer-exponential": 0.150})  # the paper's ResNet-50
@@ -65,17 +68,19 @@ def recommend(
             check_whole(name, value, 1)
     if n == 1:
         seconds = predict(n, workload, network)[0].seconds
-        return Recommendation("Parallel SGD", None, 1, seconds, "rumor.parallel_sgd(1)", "with one node there is no one to average with")
-    case = _case(n, workload, network, H, min(LONGEST, max_period or LONGEST), iid)
-    if case.parallel.seconds <= (1 + WORTH_IT) * case.best.seconds or case.H == 1:  # Gossip-PGA with H = 1 is Parallel SGD
-        call, seconds = f"rumor.parallel_sgd({n})", min(case.parallel.seconds, case.best.seconds)
-        return Recommendation("Parallel SGD", None, 1, seconds, call, why_parallel(case), notes(case))
-    call = f"rumor.gossip_pga(rumor.{kind(case.topology).replace('-', '_')}({n}), H={case.H})"
-    return Recommendation("Gossip-PGA", kind(case.topology), case.H, case.best.seconds, call, why_gossip_pga(case), notes(case))
+        return Recommendation("Parallel SGD", None, 1, seconds, "rumor.parallel_sgd(1)", "there is only one node")
+    compared = _compare(n, workload, network, H, min(LONGEST, max_period or LONGEST), iid)
+    if compared.parallel.seconds <= (1 + WORTH_IT) * compared.best.seconds or compared.H == 1:  # Gossip-PGA with H = 1 is Parallel SGD
+        call, seconds = f"rumor.parallel_sgd({n})", min(compared.parallel.seconds, compared.best.seconds)
+        return Recommendation("Parallel SGD", None, 1, seconds, call, why_parallel(compared), notes(compared))
+    call = f"rumor.gossip_pga(rumor.{kind(compared.topology).replace('-', '_')}({n}), H={compared.H})"
+    return Recommendation(
+        "Gossip-PGA", kind(compared.topology), compared.H, compared.best.seconds, call, why_gossip_pga(compared), notes(compared)
+    )
 
 
-def _case(n: int, workload: Workload, network: Network, given: int | None, longest: int, iid: bool) -> Case:
-    """The best of Gossip-PGA (rules 2 and 3), and what it is up against."""
+def _compare(n: int, workload: Workload, network: Network, given: int | None, longest: int, iid: bool) -> Comparison:
+    """Finds the best Gossip-PGA (rules 2 and 3) and the methods to compare it with."""
     rows, mean = predict(n, workload, network), network.all_reduce(n, workload.summed_bytes)
     gossip = {row.topology: row.seconds for row in rows if row.method == "Gossip SGD" and row.topology}
     candidates: list[tuple[Prediction, Prediction]] = []  # Gossip-PGA, and Local SGD of the same period
@@ -88,4 +93,4 @@ def _case(n: int, workload: Workload, network: Network, given: int | None, longe
     best, local = min((pair for pair in candidates if pair[0].stage(iid) <= SAME_ORDER * shortest), key=lambda pair: pair[0].bytes)
     topology = TOPOLOGIES[str(best.topology)](n)
     step = gossip[str(best.topology)]
-    return Case(workload, network, topology, best, rows[0], local, step, min(gossip.values()), mean, longest, iid)
+    return Comparison(workload, network, topology, best, rows[0], local, step, min(gossip.values()), mean, longest, iid)

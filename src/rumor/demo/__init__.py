@@ -1,1 +1,1 @@
-"""The demo: real processes on this machine train on handwritten digits, with one method after another. `rumor demo` shows it."""
+"""The demo: real processes on this machine train on handwritten digits, with one method after the other. `rumor demo` runs it."""

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits, split by label: each node has a few of the ten digits only, so it needs the others."""
+"""scikit-learn's handwritten digits, split by label: each node has only a few of the ten digits, so it depends on the other nodes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-TO_TRAIN = 1400  # of the 1797 images; the others are the test set
+TO_TRAIN = 1400  # of the 1797 images; the rest is the test set
 
 
 class Digits(NamedTuple):
-    """One node's images [m, 64] and labels, and the test set, which is the same for all. In numpy: what is sent to a process is copied."""
+    """The images [m, 64] and labels of one node, and the test set, which all nodes share. Numpy arrays, because processes get copies."""
 
     x: Any
     y: Any
@@ -19,7 +19,7 @@ class Digits(NamedTuple):
 
 
 def split_by_label(n: int, seed: int) -> list[Digits]:
-    """For each of n nodes: the training images, sorted by label, are cut into n parts. `seed` says which images are for the test."""
+    """Sorts the training images by label and cuts them into n parts, one for each node. `seed` chooses the images of the test set."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

@@ -1,24 +1,22 @@
-"""The methods by the names of their functions, built for the demo."""
+"""Builds the methods of the demo by the names of their functions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rumor.algorithm import Algorithm, gossip_aga, gossip_pga, gossip_sgd, local_sgd, parallel_sgd
-from rumor.push_sum import osgp
-from rumor.slowmo import slowmo
+from rumor.methods import Algorithm, gossip_aga, gossip_pga, gossip_sgd, local_sgd, osgp, parallel_sgd, slowmo
 from rumor.topology import Topology
 
 DEFAULT = ("parallel_sgd", "local_sgd", "gossip_sgd", "gossip_pga", "gossip_aga")
 WITH_H = ("local_sgd", "gossip_pga", "slowmo")
 WITH_DELAY = ("gossip_sgd", "gossip_pga", "gossip_aga", "osgp")
-ADAPTED = {"H_init": 2, "H_max": 16}  # of Gossip-AGA: the loss falls so fast here that the period would soon be a tenth of the run
+ADAPTED = {"H_init": 2, "H_max": 16}  # for Gossip-AGA: the loss falls so fast here that the period would become a tenth of the run
 
 
 @dataclass(frozen=True)
 class Method:
-    """What is trained and how it is called; Parallel SGD's `algorithm` only measures, since DistributedDataParallel averages there."""
+    """A method and its names. Parallel SGD runs as DistributedDataParallel, and its `algorithm` is used for measurements only."""
 
     name: str
     label: str
@@ -30,8 +28,8 @@ class Method:
         return f"DistributedDataParallel over {self.algorithm.topology.n} processes" if self.with_ddp else repr(self.algorithm)
 
 
-def build(name: str, topology: Topology, H: int, delay: int | None, steps: int) -> Method:
-    """`delay=None`: the method's own."""
+def build_method(name: str, topology: Topology, H: int, delay: int | None, steps: int) -> Method:
+    """Builds a method for a run of `steps` steps. `delay=None` means the method's own default."""
     n, warmup = topology.n, max(1, steps // 10)
     delayed = {} if delay is None else {"delay": delay}
     known: dict[str, Callable[[], Method]] = {

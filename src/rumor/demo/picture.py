@@ -1,4 +1,4 @@
-"""demo.png: how the mean of all nodes learns, and how good each node is at the end."""
+"""Draws demo.png: the accuracy of the mean model during training, and the accuracy of each node at the end."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def draw(results: Sequence[Result], topology: Topology, path: Path) -> None:
 
 def _draw_curves(axes: Any, results: Sequence[Result]) -> None:
     for result in results:
-        seen = [*(s for s in result.curve if s.step <= result.end.step - AT_THE_END), result.end]
-        is_dashed = result.method.name == "parallel_sgd"  # the goal of the others, who may lie on it
+        curve = [*(each for each in result.curve if each.step <= result.end.step - AT_THE_END), result.end]
+        is_dashed = result.method.name == "parallel_sgd"  # other lines may lie on this one
         axes.plot(
-            [s.step for s in seen],
-            [s.mean_accuracy for s in seen],
+            [each.step for each in curve],
+            [each.mean_accuracy for each in curve],
             marker="o",
             markersize=3,
             color=COLORS[result.method.name],
@@ -60,7 +60,7 @@ def _draw_curves(axes: Any, results: Sequence[Result]) -> None:
 
 
 def _draw_nodes(axes: Any, results: Sequence[Result]) -> None:
-    """A row a method: a dot for each node, a diamond for their mean model; the shorter the row, the closer they are."""
+    """Draws one row for each method: a dot for each node and a diamond for their mean model. In a short row the nodes are close."""
     for row, result in enumerate(results):
         end, color = result.end, COLORS[result.method.name]
         best = max(*end.node_accuracies, end.mean_accuracy)

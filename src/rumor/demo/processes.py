@@ -1,6 +1,6 @@
-"""The demo's processes: started once, watched all the time, and never left behind.
+"""Starts the processes of the demo, reads their results, and stops them at the end.
 
-What a process sees comes through its pipe; the pipe's end, before it has said that it is done, tells that it is gone.
+Each process sends its results through a pipe. If the pipe closes before the process has finished, the process has died.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import torch
 from rumor.demo.digits import Digits
 from rumor.demo.methods import Method
 from rumor.demo.training import Point, train
-from rumor.process_group import joined
+from rumor.engines.processes.process_group import joined
 
-TIMEOUT = 300.0  # seconds that a process waits for another: a busy machine takes minutes to start them all, and a death is noticed at once
-SILENCE = TIMEOUT + 15.0  # after which nobody will say anything any more
+TIMEOUT = 300.0  # seconds that a process waits for another. A busy machine takes minutes to start them; a death is noticed at once anyway
+SILENCE = TIMEOUT + 15.0  # seconds without any message after which the processes hang
 
 
 class ProcessError(Exception):
@@ -32,7 +32,7 @@ class ProcessError(Exception):
 
 @dataclass(frozen=True)
 class Task:
-    """What all processes do: train with each method in turn."""
+    """The task of all processes: train with one method after the other, and evaluate after the `watched` steps."""
 
     methods: Sequence[Method]
     steps: int
@@ -42,7 +42,7 @@ class Task:
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong, in the words of the process."""
+    """The error message of a process."""
 
     text: str
 
@@ -57,12 +57,13 @@ def _work(rank: int, n: int, rendezvous: str, pipe: Any) -> None:
                 train(method, digits, rank, task.steps, task.watched, task.seed, lambda point, i=i: pipe.send((i, point)))  # type: ignore[misc]
         pipe.send(None)
     except (EOFError, BrokenPipeError):
-        pass  # the command has ended
+        pass  # the parent has ended
     except Exception as error:
         pipe.send(_Failure(f"{type(error).__name__}: {error}"))
 
 
 def _end_with_parent() -> None:
+    """Waits until the parent process ends, then ends this one."""
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
@@ -70,7 +71,7 @@ def _end_with_parent() -> None:
 
 
 class Processes:
-    """n processes with a gloo group between them. They end with the block, however it ends."""
+    """n processes in one gloo group. They are stopped at the end of the `with` block, however it ends."""
 
     def __init__(self, n: int):
         self.n = n
@@ -86,14 +87,14 @@ class Processes:
         ]
 
     def __enter__(self) -> Processes:
-        # Ctrl-C is for the command alone, which ends its processes: they inherit that it is blocked. The tracker, which comes with the
-        # first process, would unblock it
+        # Only this process handles Ctrl-C, and stops the others, which inherit a blocked SIGINT. The resource tracker would unblock it, so
+        # start the tracker first.
         resource_tracker.ensure_running()
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for process, theirs in zip(self._processes, self._theirs, strict=True):
                 process.start()
-                theirs.close()  # the process has the other end now, and holds it alone
+                theirs.close()  # now only the new process holds this end
         except BaseException:
             self._stop()
             raise
@@ -113,35 +114,37 @@ class Processes:
         self._folder.cleanup()
 
     def points(self, task: Task, digits: Sequence[Digits]) -> Iterator[tuple[int, int, Point]]:
-        """(number of the method, rank, what it sees), as they come, until all processes are done."""
+        """Yields (number of the method, rank, point) as the processes send them, until all processes have finished."""
         for pipe, part in zip(self._pipes, digits, strict=True):
             try:
                 pipe.send((task, part))
             except OSError:
-                continue  # it is gone, which will be found below
+                continue  # the process has died, which the loop below reports
         rank_of = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         while rank_of:
             ready: list[Any] = connection.wait(list(rank_of), SILENCE)
             if not ready:
-                raise ProcessError(f"no process has said anything for {SILENCE:.0f} seconds: is the machine asleep or out of memory?")
-            for their in ready:
-                rank = rank_of[their]
+                raise ProcessError(
+                    f"no process sent anything for {SILENCE:.0f} seconds: check whether the machine sleeps or is out of memory"
+                )
+            for pipe in ready:
+                rank = rank_of[pipe]
                 try:
-                    said = their.recv()
+                    message = pipe.recv()
                 except (EOFError, OSError):
-                    said = _Failure("it ended before it was done")
-                if said is None:
-                    del rank_of[their]
-                elif isinstance(said, _Failure):
-                    raise self._error(rank, said)
+                    message = _Failure("it ended before it had finished")
+                if message is None:
+                    del rank_of[pipe]
+                elif isinstance(message, _Failure):
+                    raise self._error(rank, message)
                 else:
-                    yield (said[0], rank, said[1])
+                    yield (message[0], rank, message[1])
 
     def _error(self, rank: int, failure: _Failure) -> ProcessError:
-        """Where a process was killed, that is what happened, whoever noticed first."""
-        time.sleep(0.3)  # until the system has it on record; and a signal to all of us may be on its way to this process, too
+        """Names the process that was killed, if there is one. Otherwise reports the failure of `rank`."""
+        time.sleep(0.3)  # until exit codes are known, and until a signal to the whole group has reached this process, too
         for victim, process in enumerate(self._processes):
             if process.exitcode is not None and process.exitcode < 0:
                 name = signal.Signals(-process.exitcode).name
-                return ProcessError(f"process {victim} of {self.n} was ended by {name}, so the others were stopped: run it again")
+                return ProcessError(f"process {victim} of {self.n} was ended by {name}, so the others were stopped: run the demo again")
         return ProcessError(f"process {rank} of {self.n} failed: {failure.text}")

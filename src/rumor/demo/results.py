@@ -1,4 +1,4 @@
-"""What the processes saw, put together: one Result a method, and the file that holds them."""
+"""Collects the results of the processes, one Result for each method, and writes them to a file."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
+from rumor.checkpoint.files import replacing
 from rumor.demo import training
 from rumor.demo.methods import Method
 from rumor.demo.training import AT_THE_END, Point
-from rumor.files import replacing
 
-FORMAT = 1  # of the file
+FORMAT = 1  # version of the file format
 
 
 @dataclass(frozen=True)
-class Seen:
-    """All nodes after `step` steps."""
+class Evaluation:
+    """The evaluation of all nodes after `step` steps."""
 
     step: int
     mean_accuracy: float
@@ -39,15 +39,15 @@ class Seen:
 
 @dataclass
 class Result:
-    """One method's curve, that grows as the processes tell of it."""
+    """The learning curve of one method. It grows while the processes train."""
 
     method: Method
     n: int
-    curve: list[Seen] = field(default_factory=list)
+    curve: list[Evaluation] = field(default_factory=list)
     _waiting: dict[int, dict[int, Point]] = field(default_factory=dict, repr=False)
 
     def add(self, rank: int, point: Point) -> bool:
-        """True where it was the last that was missing of a step."""
+        """Adds the point of one rank. Returns True if all ranks have now reported this step."""
         points = self._waiting.setdefault(point.step, {})
         points[rank] = point
         if len(points) < self.n:
@@ -55,7 +55,7 @@ class Result:
         del self._waiting[point.step]
         ordered = [points[r] for r in range(self.n)]
         self.curve.append(
-            Seen(
+            Evaluation(
                 point.step,
                 ordered[0].mean_accuracy,
                 [p.own_accuracy for p in ordered],
@@ -67,15 +67,15 @@ class Result:
         return True
 
     @property
-    def end(self) -> Seen:
-        """The last steps' average, but for bytes and seconds, which are totals."""
+    def end(self) -> Evaluation:
+        """The average over the last steps; bytes and seconds are totals of the whole run."""
         last = self.curve[-1]
-        some = [seen for seen in self.curve if seen.step > last.step - AT_THE_END]
+        last_ones = [each for each in self.curve if each.step > last.step - AT_THE_END]
         return replace(
             last,
-            mean_accuracy=fmean(seen.mean_accuracy for seen in some),
-            node_accuracies=[fmean(of_node) for of_node in zip(*(seen.node_accuracies for seen in some), strict=True)],
-            consensus_distance=fmean(seen.consensus_distance for seen in some),
+            mean_accuracy=fmean(each.mean_accuracy for each in last_ones),
+            node_accuracies=[fmean(of_node) for of_node in zip(*(each.node_accuracies for each in last_ones), strict=True)],
+            consensus_distance=fmean(each.consensus_distance for each in last_ones),
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Result:
             "node_accuracies": end.node_accuracies,
             "bytes_per_node": end.bytes_per_node,
             "seconds": end.seconds,
-            "curve": [{**asdict(seen), "worst_accuracy": seen.worst_accuracy} for seen in self.curve],
+            "curve": [{**asdict(each), "worst_accuracy": each.worst_accuracy} for each in self.curve],
         }
 
 

@@ -1,4 +1,4 @@
-"""One node's training with one method, watched from time to time. All methods have the same start and see the same data."""
+"""Trains one node with one method and evaluates it from time to time. All methods start from the same model and see the same data."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rumor.averager import Averager
 from rumor.demo.digits import Digits
 from rumor.demo.methods import Method
 
-LR, LAST_LR = 0.1, 0.02  # falls evenly from one to the other, as in real trainings: nodes come closer as steps become smaller
+LR, LAST_LR = 0.1, 0.02  # the learning rate falls linearly, as in real trainings: with smaller steps the nodes come closer together
 MOMENTUM, BATCH, WIDTH = 0.9, 32, 256
-POINTS = 20  # of a curve
-AT_THE_END = 12  # steps, over which the figures of the end are averaged: whole periods of H = 6 and the like
+POINTS = 20  # points of a learning curve
+AT_THE_END = 12  # final results are averages over this many steps, a multiple of the default H = 6
 
 
 @dataclass(frozen=True)
 class Point:
-    """What a node sees after `step` steps; seconds and bytes are those of training, without the looking."""
+    """One node's evaluation after `step` steps. Seconds and bytes are those of the training, without the evaluation."""
 
     step: int
-    mean_accuracy: float  # of the mean of all nodes, on the test set
+    mean_accuracy: float  # accuracy of the mean of all nodes on the test set
     own_accuracy: float
     consensus_distance: float
     bytes_sent: int
@@ -35,7 +35,7 @@ class Point:
 
 
 def watched_steps(steps: int) -> set[int]:
-    """Evenly from the start, and the last ones all: nodes drift apart between two global averages, so one moment would tell little."""
+    """The steps after which to evaluate: evenly spaced ones, and all of the last ones, since nodes drift between two global averages."""
     return set(range(steps, 0, -math.ceil(steps / POINTS))) | set(range(max(1, steps - AT_THE_END + 1), steps + 1))
 
 
@@ -45,11 +45,11 @@ def build_model(seed: int) -> nn.Module:
 
 
 class Node:
-    """A model, its optimizer and its averaging: by DistributedDataParallel in the backward pass, or by an Averager after the step."""
+    """A model with its optimizer. DistributedDataParallel averages its gradients, or an Averager averages its parameters."""
 
     def __init__(self, method: Method, seed: int, steps: int):
         self.model = build_model(seed)
-        self.averager = Averager(self.model, method.algorithm)  # beside DDP it is never stepped, and only measures
+        self.averager = Averager(self.model, method.algorithm)  # with DDP it only measures, and step() is never called
         self.ddp = DistributedDataParallel(self.model, process_group=self.averager.engine.group) if method.with_ddp else None
         self.opt = torch.optim.SGD(self.model.parameters(), lr=LR, momentum=MOMENTUM)
         self.schedule = torch.optim.lr_scheduler.LinearLR(self.opt, 1.0, LAST_LR / LR, steps)
@@ -66,7 +66,7 @@ class Node:
         else:
             before = self.averager.metrics.bytes_sent
             self.averager.step(loss, lr=float(self.schedule.get_last_lr()[0]))
-            self.bytes_sent += self.averager.metrics.bytes_sent - before  # what is sent to measure does not count
+            self.bytes_sent += self.averager.metrics.bytes_sent - before  # the bytes of the evaluation do not count
         self.schedule.step()
 
     @torch.no_grad()
@@ -75,7 +75,7 @@ class Node:
 
 
 def train(method: Method, digits: Digits, rank: int, steps: int, watched: set[int], seed: int, show: Callable[[Point], Any]) -> None:
-    """Every rank at once; `show` is called with what it sees after each of the `watched` steps."""
+    """Trains one node; all ranks call this at the same time. Calls `show` with a Point after each of the `watched` steps."""
     x, y, test_x, test_y = (torch.from_numpy(part) for part in digits)
     node = Node(method, seed, steps)
     draws = torch.Generator().manual_seed(1000 * seed + rank)

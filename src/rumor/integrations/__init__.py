@@ -1,1 +1,1 @@
-"""Rumor inside other libraries, one file each. Importing rumor imports none of them."""
+"""Integrations with other libraries, one file each. `import rumor` imports none of them."""

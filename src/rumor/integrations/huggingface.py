@@ -1,8 +1,9 @@
 """Hugging Face: `RumorTrainer(model, args, callbacks=[RumorCallback(rumor.gossip_pga(...))])`, started with torchrun.
 
-A callback alone can't keep the Trainer from wrapping the model in DistributedDataParallel, nor does it see the loss: RumorTrainer does, and
-is otherwise transformers' Trainer. For another Trainer: `class MyTrainer(WithRumor, Seq2SeqTrainer): pass`. Checkpoints hold the mean
-model; what differs between ranks lies in the same folder, one file a rank, so that a resumed run is the one that was not interrupted.
+A callback alone can't stop the Trainer from wrapping the model in DistributedDataParallel, and it does not get the loss. RumorTrainer does
+both, and is otherwise transformers' Trainer. For another Trainer, write `class MyTrainer(WithRumor, Seq2SeqTrainer): pass`. A checkpoint
+holds the mean model, and in the same folder one file for each rank with the rank's own state. A resumed run gives the same result as one
+that was not interrupted.
 """
 
 from __future__ import annotations
@@ -22,47 +23,47 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}: rumor.integrations.huggingface needs pip install 'rumor[huggingface]'", name=error.name) from None
 
-from rumor.algorithm import Algorithm
 from rumor.averager import Averager
-from rumor.checkpoint import by_all
-from rumor.files import loaded, replacing
+from rumor.checkpoint.checkpoint import by_all
+from rumor.checkpoint.files import load_tensors, replacing
+from rumor.methods import Algorithm
 
 
 def without_ddp(accelerator: Accelerator) -> Accelerator:
-    """From now on, prepare() leaves a model without DistributedDataParallel; device, mixed precision and data are as ever."""
+    """Makes `accelerator.prepare()` leave out DistributedDataParallel. Device, mixed precision and data are prepared as usual."""
     accelerator.prepare_model = partial(accelerator.prepare_model, evaluation_mode=True)
     return accelerator
 
 
 class RumorCallback(TrainerCallback):
-    """Averages the model with those of the other processes, once per optimizer step. It needs RumorTrainer, or WithRumor.
+    """Averages the models of all processes after each optimizer step. It needs RumorTrainer or WithRumor.
 
-    After train() all ranks hold the mean. The loss that Gossip-AGA goes by is the one whose gradient the optimizer has used.
+    After train() all ranks hold the mean model. Gossip-AGA gets the loss whose gradient the optimizer has used.
 
     Args:
-        algorithm: what `rumor.gossip_pga(...)` and its like return, for as many nodes as there are processes.
-        resume_from_mean: train(resume_from_checkpoint=...) starts all ranks from the mean model and the averager afresh, as after a change
-            of their number. Otherwise each rank goes on from its own model, optimizer and averager.
+        algorithm: a method such as `rumor.gossip_pga(...)`, with one node for each process.
+        resume_from_mean: if True, train(resume_from_checkpoint=...) starts all ranks from the mean model with a new averager; use it if
+            the number of ranks has changed. If False, each rank continues from its own model, optimizer and averager.
     """
 
     def __init__(self, algorithm: Algorithm, *, resume_from_mean: bool = False):
         self.averager: Averager | None = None
-        self.loss: Tensor | None = None  # of the batches since the last optimizer step; WithRumor adds to it
-        self.checkpoint: Path | None = None  # that this run resumes from; set by WithRumor
+        self.loss: Tensor | None = None  # sum over the batches since the last optimizer step; WithRumor adds to it
+        self.checkpoint: Path | None = None  # the checkpoint to resume from; WithRumor sets it
         self.has_host = False
         self._algorithm, self._resume_from_mean = algorithm, resume_from_mean
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self.has_host:
             raise ValueError(
-                "RumorCallback in a Trainer that puts the model into DistributedDataParallel, which averages gradients at every step: use "
-                "rumor.integrations.huggingface.RumorTrainer, or `class MyTrainer(WithRumor, ...)` for a Trainer of your own"
+                "this Trainer wraps the model in DistributedDataParallel, which averages gradients at every step, so a RumorCallback can't "
+                "work in it: use rumor.integrations.huggingface.RumorTrainer, or `class MyTrainer(WithRumor, ...)` for your own Trainer"
             )
         self.averager = Averager(kwargs["model"], self._algorithm)
         if args.world_size != self.averager.engine.n:
             raise ValueError(
-                f"there are {self.averager.engine.n} processes, but Accelerate sees {args.world_size}, so each would train on all of the "
-                "data: on CPUs, say TrainingArguments(use_cpu=True)"
+                f"there are {self.averager.engine.n} processes, but Accelerate sees {args.world_size}, so each one would train on all of "
+                "the data: on CPUs, use TrainingArguments(use_cpu=True)"
             )
         if self.checkpoint is not None and not self._resume_from_mean:
             own = by_all(self.averager, partial(_read, rank_file(self.checkpoint, args.process_index)), "reading a checkpoint")
@@ -79,7 +80,7 @@ class RumorCallback(TrainerCallback):
             kwargs["logs"].update({f"rumor/{name}": value for name, value in self.averager.metrics.scalars().items()})
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """After the Trainer has saved the mean model: each rank saves what is its own."""
+        """Saves this rank's own state, after the Trainer has saved the mean model."""
         if self.averager is None or args.save_only_model:
             return
         optimizer = kwargs["optimizer"]
@@ -106,7 +107,7 @@ class RumorCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         assert self.averager is not None
         best = None
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:  # which the model holds by now, on every rank
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:  # every rank has loaded the best model by now
             best = {name: value.clone() for name, value in kwargs["model"].state_dict().items()}
         self.averager.finish()
         if best is not None:
@@ -114,19 +115,22 @@ class RumorCallback(TrainerCallback):
 
 
 class WithRumor:
-    """What a Trainer needs besides the callback: no DistributedDataParallel, the loss, and the mean model to evaluate and save."""
+    """A mixin for Trainers with a RumorCallback. It leaves out DistributedDataParallel, and evaluates and saves the mean model."""
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         without_ddp(self.accelerator)  # type: ignore[attr-defined]
-        # it would make all nodes wait for each other at every step, and weigh their losses for a mean of gradients that is not taken
+        # This option would make all nodes wait for each other at every step, and scale their losses for a mean of gradients that
+        # Rumor does not compute.
         self.args.average_tokens_across_devices = False  # type: ignore[attr-defined]
 
     @property
     def rumor(self) -> RumorCallback:
         callbacks = [c for c in self.callback_handler.callbacks if isinstance(c, RumorCallback)]  # type: ignore[attr-defined]
         if len(callbacks) != 1:
-            raise ValueError(f"this Trainer has {len(callbacks)} RumorCallbacks: give it callbacks=[RumorCallback(algorithm)], one of them")
+            raise ValueError(
+                f"this Trainer has {len(callbacks)} RumorCallbacks, but it needs exactly one: pass callbacks=[RumorCallback(algorithm)]"
+            )
         return callbacks[0]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +138,7 @@ class WithRumor:
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]  # divided by the number of batches to accumulate
+        loss: Tensor = super().training_step(*args, **kwargs)  # type: ignore[misc]  # already divided by the accumulated batches
         self.rumor.loss = loss if self.rumor.loss is None else self.rumor.loss + loss
         return loss
 
@@ -152,26 +156,26 @@ class WithRumor:
         self.rumor.checkpoint = Path(resume_from_checkpoint)
 
     def _on_mean_model(self) -> AbstractContextManager[None]:
-        """While training; before and after it the models are alike, and a rank may be here alone."""
+        """Swaps in the mean model during training. Before and after training all models are equal, and one rank may call this alone."""
         averager = self.rumor.averager
         return averager.averaged() if averager is not None and self.is_in_train else nullcontext()  # type: ignore[attr-defined]
 
 
 class RumorTrainer(WithRumor, Trainer):
-    """transformers' Trainer, whose processes each train a model of their own: see RumorCallback."""
+    """transformers' Trainer where each process trains its own model; see RumorCallback."""
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A rank's own part of a checkpoint."""
+    """Reads a rank's own part of a checkpoint."""
     if not path.exists():
         raise FileNotFoundError(
-            f"{path.parent} holds the mean model, but {path.name}, which this rank needs to resume, is not there: bring that file "
-            "along, or let all ranks start from the mean with RumorCallback(..., resume_from_mean=True)"
+            f"{path.parent} has the mean model, but not {path.name}, which this rank needs to resume: copy that file there, or start all "
+            "ranks from the mean model with RumorCallback(..., resume_from_mean=True)"
         )
-    own: dict[str, Any] = loaded(path)
+    own: dict[str, Any] = load_tensors(path)
     return own
 
 
 def rank_file(checkpoint: Path, rank: int) -> Path:
-    """Where a rank keeps its own part of a checkpoint: beside the files of the Trainer, which removes them together."""
+    """The file of a rank's own part of a checkpoint. It is in the Trainer's folder, so the Trainer deletes it with the checkpoint."""
     return checkpoint / f"rumor_{rank}.pt"

@@ -1,4 +1,4 @@
-"""Lightning: `Trainer(callbacks=[RumorCallback(algorithm)])`. Its samplers, precisions, loggers and checkpoints stay; its DDP goes."""
+"""Lightning: `Trainer(callbacks=[RumorCallback(algorithm)])`. It replaces DDP; samplers, precisions, loggers and checkpoints still work."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{error}: rumor.integrations.lightning needs pip install 'rumor[lightning]'", name=error.name) from None
 
-from rumor.algorithm import Algorithm
 from rumor.averager import Averager
-from rumor.checkpoint import random_state, restore_random
+from rumor.checkpoint.random_numbers import random_state, restore_random
+from rumor.methods import Algorithm
 
-KEY = "rumor"  # of what the nodes have of their own, in a checkpoint
+KEY = "rumor"  # the entry of a checkpoint with the nodes' own states
 
 
 class RumorStrategy(DDPStrategy):
-    """Several processes as with "ddp", but each trains the plain module on its own gradients; what is saved is the mean model.
+    """Starts processes as "ddp" does, but each one trains the plain module on its own gradients. It saves the mean model.
 
-    RumorCallback puts it in place of "ddp" by itself. Hand one to the Trainer to set what it takes, such as `timeout`.
+    RumorCallback replaces "ddp" by this strategy. Pass one to the Trainer yourself to set its arguments, such as `timeout`.
     """
 
-    averager: Averager | None = None  # while a fit is under way: before and after, all nodes have the same model
+    averager: Averager | None = None  # set during a fit; before and after it, all nodes have the same model
 
     def configure_ddp(self) -> None:
-        """Leaves the module as it is, so that no gradients are reduced."""
+        """Does not wrap the module, so that gradients are not reduced."""
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The mean model, on every rank. A collective, as saving is with Lightning."""
+        """Returns the mean model on every rank. All ranks must call it, as in Lightning's own saving."""
         if self.averager is None:
             return super().lightning_module_state_dict()
         with self.averager.averaged():
@@ -44,52 +44,57 @@ class RumorStrategy(DDPStrategy):
 
 
 class RumorCallback(Callback):
-    """Averages the nodes' models after each optimizer step; validates and saves the mean model; resumes each node where it was.
+    """Averages the models of all nodes after each optimizer step, and validates and saves the mean model.
 
-    Under accumulation the nodes average once per optimizer step, with the mean loss of the batches that went into it. After fit() all
-    nodes have the same model.
+    With gradient accumulation the nodes average once per optimizer step, with the mean loss of its batches. After fit() all nodes have
+    the same model.
 
     Args:
-        algorithm: what `rumor.gossip_pga(...)` and its like return, for as many nodes as there are processes.
-        save_nodes: checkpoints also hold every node's own model, optimizer, averager and random numbers, which rank 0 gathers: the rest of
-            a run that is resumed after a whole epoch is bitwise the one that was not interrupted. Without, they hold the mean model and
-            rank 0's optimizer, and are as small as DDP's; a resumed run then starts on every node from these, with a new averager.
+        algorithm: a method such as `rumor.gossip_pga(...)`, with one node for each process.
+        save_nodes: if True, checkpoints also hold the model, optimizer, averager and random state of every node, which rank 0 gathers. A
+            run that is resumed after a whole epoch is then bitwise equal to one that was not interrupted. If False, checkpoints hold the
+            mean model and rank 0's optimizer, and are as small as DDP's. A resumed run then starts all nodes from these, with a new
+            averager.
 
     Attributes:
-        averager: the `rumor.Averager`, from the start of a fit on.
+        averager: the `rumor.Averager`; None before the first fit.
     """
 
     def __init__(self, algorithm: Algorithm, save_nodes: bool = True):
         self.algorithm, self.save_nodes = algorithm, save_nodes
         self.averager: Averager | None = None
         self._loaded: dict[str, Any] | None = None  # this node's part of the checkpoint to resume from
-        self._random: dict[str, Any] | None = None  # likewise, for when training goes on: much draws before that
-        self._losses: list[Tensor] = []  # of the batches since the last optimizer step
-        self._lr: float | None = None  # of the optimizer step in this batch, if there was one
+        self._random: dict[str, Any] | None = None  # its random state, to be restored just before training: setup draws random numbers
+        self._losses: list[Tensor] = []  # losses of the batches since the last optimizer step
+        self._lr: float | None = None  # learning rate of this batch's optimizer step; None if there was no step
         self._showing_mean = ExitStack()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Takes DDP out before Lightning has wrapped the module."""
+        """Replaces DDP before Lightning wraps the module."""
         if stage != "fit":
             return
         strategy = trainer.strategy
         if (several := sum(isinstance(callback, RumorCallback) for callback in trainer.callbacks)) > 1:  # type: ignore[attr-defined]
-            raise ValueError(f"this Trainer has {several} RumorCallbacks, which would average every step as often: give it one")
+            raise ValueError(
+                f"this Trainer has {several} RumorCallbacks, which would average {several} times after each step: pass only one"
+            )
         if not isinstance(strategy, DDPStrategy):
             raise ValueError(
-                f"RumorCallback trains one whole model on each of several processes, but this Trainer's strategy is "
+                f"RumorCallback needs several processes with one whole model each, but this Trainer's strategy is "
                 f"{type(strategy).__name__}: use devices=N or torchrun with strategy='ddp', or strategy=RumorStrategy()"
             )
         if strategy._layer_sync is not None:
-            raise ValueError("sync_batchnorm=True makes all nodes wait for each other in every layer: leave it out, Rumor averages buffers")
+            raise ValueError(
+                "sync_batchnorm=True makes all nodes wait for each other in every layer: leave it out, because Rumor averages the buffers"
+            )
         if strategy._ddp_comm_hook is not None or strategy._ddp_comm_state is not None:
-            raise ValueError("a ddp_comm_hook has nothing to do where gradients are not reduced: leave it out")
+            raise ValueError("a ddp_comm_hook has no effect, because Rumor does not reduce gradients: leave it out")
         if not isinstance(strategy, RumorStrategy):
-            # the Trainer has chosen and connected its strategy by now; RumorStrategy has no state of its own that would be missing
+            # The Trainer has already set up its strategy, so change its class. RumorStrategy has no state of its own that would be missing.
             strategy.__class__ = RumorStrategy
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The module is on its device, with the checkpoint's mean model in it; the optimizers are loaded after this."""
+        """Builds the averager. The module is on its device and holds the checkpoint's mean model; the optimizers are loaded later."""
         self.averager, self._random = Averager(pl_module, self.algorithm), None
         self._strategy(trainer).averager = self.averager
         if self._loaded is not None:
@@ -98,17 +103,17 @@ class RumorCallback(Callback):
             self._random, self._loaded = self._loaded.get("random"), None
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Of the first epoch of a resumed run, where Lightning has made the loader's iterator already, which has drawn."""
+        """Restores the random state in the first epoch of a resumed run. Lightning's loader has already drawn, so it is started again."""
         loop = trainer.fit_loop
-        if self._draw_as_saved(pl_module) and (loop.epoch_loop.restarting or getattr(loop, "is_resuming", False)):
+        if self._restore_random_once(pl_module) and (loop.epoch_loop.restarting or getattr(loop, "is_resuming", False)):
             iter(loop._data_fetcher)  # type: ignore[arg-type]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Of a run that is resumed in the middle of an epoch, which does not start."""
-        self._draw_as_saved(pl_module)
+        """Restores the random state of a run that is resumed in the middle of an epoch, where no epoch starts."""
+        self._restore_random_once(pl_module)
 
-    def _draw_as_saved(self, pl_module: LightningModule) -> bool:
-        """Goes on with the random numbers of the checkpoint, once."""
+    def _restore_random_once(self, pl_module: LightningModule) -> bool:
+        """Restores the checkpoint's random state the first time it is called. Returns whether it did."""
         if self._random is None:
             return False
         restore_random(self._random, pl_module.device)
@@ -116,24 +121,24 @@ class RumorCallback(Callback):
         return True
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
-        """Also called where GradScaler then skips the step, so all nodes agree that there was one."""
-        self._lr = float(optimizer.param_groups[0]["lr"])  # SlowMo's, before the scheduler changes it
+        """Notes that there is an optimizer step. Lightning also calls this if GradScaler skips the step, so all nodes agree."""
+        self._lr = float(optimizer.param_groups[0]["lr"])  # for SlowMo, before the scheduler changes it
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Averages, if this batch ended with an optimizer step."""
+        """Averages the models if this batch ended with an optimizer step."""
         assert self.averager is not None
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor):
             self._losses.append(loss.detach())
         if self._lr is None:
             return
-        scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1  # Lightning has divided each by this
+        scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1  # Lightning has divided each loss by this
         mean = torch.stack(self._losses).mean() * scale if self._losses else None
         self.averager.step(mean, lr=self._lr)
         self._losses, self._lr = [], None
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validates the mean model. It is over before ModelCheckpoint saves, which Lightning calls last."""
+        """Swaps in the mean model for the validation. That ends before ModelCheckpoint saves, because Lightning calls it last."""
         if trainer.state.fn == TrainerFn.FITTING and self.averager is not None:
             self._showing_mean.enter_context(self.averager.averaged())
 
@@ -149,7 +154,7 @@ class RumorCallback(Callback):
         self._strategy(trainer).averager = None
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Lightning writes rank 0's dictionary: into it goes what the nodes have of their own."""
+        """Adds the nodes' own states to rank 0's checkpoint, which Lightning writes."""
         if self.averager is None or not self.save_nodes:
             return
         own = {name: checkpoint[name] for name in self._own_keys(trainer) if name in checkpoint}
@@ -161,18 +166,18 @@ class RumorCallback(Callback):
             checkpoint[KEY] = everybody
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Comes after the module has taken over the mean model, and before the optimizers are loaded."""
+        """Takes this node's own states out of the checkpoint. The module has loaded the mean model; the optimizers are loaded later."""
         if trainer.state.fn != TrainerFn.FITTING or not self.save_nodes:
             return
         nodes = checkpoint.get(KEY)
         if nodes is None or len(nodes) != trainer.world_size:
-            saved = "holds no states of nodes" if nodes is None else f"is of {len(nodes)} nodes, but here are {trainer.world_size}"
-            raise ValueError(f"this checkpoint {saved}: RumorCallback(..., save_nodes=False) starts all nodes from its mean model")
+            saved = "has no states of nodes" if nodes is None else f"has {len(nodes)} nodes, but this run has {trainer.world_size}"
+            raise ValueError(f"this checkpoint {saved}: to start all nodes from its mean model, use RumorCallback(..., save_nodes=False)")
         self._loaded = nodes[trainer.global_rank]
         checkpoint.update({name: self._loaded[name] for name in self._own_keys(trainer) if name in self._loaded})
 
     def _own_keys(self, trainer: Trainer) -> tuple[str, ...]:
-        """Entries of Lightning's checkpoint in which nodes differ: optimizers, schedulers that look at losses, GradScaler."""
+        """The entries of Lightning's checkpoint that differ between nodes: optimizers, schedulers that use the loss, GradScaler."""
         return "optimizer_states", "lr_schedulers", type(trainer.precision_plugin).__qualname__
 
     def _strategy(self, trainer: Trainer) -> RumorStrategy:

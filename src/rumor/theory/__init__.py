@@ -1,6 +1,6 @@
 """The paper's formulas as plain functions, and estimators of the constants that they need.
 
-The symbols, and what they are called here:
+The symbols and their names in the code:
 
     n                     nodes
     T                     iterations
@@ -11,12 +11,12 @@ The symbols, and what they are called here:
     sigma^2 (`sigma2`)    variance of a node's stochastic gradient
     b^2 (`b2`)            heterogeneity: 1/n sum_i ||grad f_i - grad f||^2, for convex problems at x*
     L, mu                 smoothness and curvature
-    F_0                   f(x_bar^(0)) less the least value of f
+    F_0                   f(x_bar^(0)) minus the minimum of f
     alpha, theta, d       latency of a message, time to send one number, size of the model
 
-Wherever a function takes an `algorithm`, it takes what `rumor.gossip_pga(...)` and its like return, or a `Mixing`. What is said of
-orders (`rate`, `transient_stage`, `transient_time`) leaves constants out: compare such numbers with each other, never with a clock.
-The bounds of the theorems and lemmas do hold as they stand, for constants that are:
+A function with an argument `algorithm` takes a method such as `rumor.gossip_pga(...)`, or a `Mixing`. `rate`, `transient_stage` and
+`transient_time` return orders of magnitude, without constants: compare these numbers with each other, not with measurements. The bounds
+of the theorems and lemmas include their constants, and hold if the problem's constants are right:
 
     found = theory.estimate(model, loss_fn, batches)
     theory.theorem_2(algorithm, L=found.L, sigma2=found.sigma2, b2=found.b2, F_0=found.loss).step_size(T=10_000)

@@ -1,4 +1,4 @@
-"""The consensus distance: what it settles at, in closed form, and the paper's bounds on it."""
+"""The consensus distance: a closed form of its steady state, and the paper's bounds on it."""
 
 from __future__ import annotations
 
@@ -7,26 +7,27 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rumor.algorithm import Algorithm
-from rumor.matrix import Array, Circulant
+from rumor.methods import Algorithm
 from rumor.theory.constants import Mixing, check_period, mixing
 from rumor.topology import Topology
+from rumor.topology.matrix import Array, Circulant
 
-LONGEST = 100_000  # a period is summed step by step
-DENSE_UP_TO = 4096  # nodes; all eigenvalues of a dense matrix take a minute there
+LONGEST = 100_000  # steps; a period is summed step by step
+DENSE_UP_TO = 4096  # nodes; at this size, all eigenvalues of a dense matrix take a minute
 
 
 def consensus_distance(topology: Topology, H: float, lr: float, sigma2: float, b2: float, mu: float = 0.0) -> float:
-    """E 1/n sum_i ||x_i - x_bar||^2 of Gossip-PGA, averaged over a period, for small lr and one symmetric W:
+    """The expected consensus distance E 1/n sum_i ||x_i - x_bar||^2 of Gossip-PGA, averaged over a period:
 
         lr^2 1/H sum_{m<H} mean_j [ (n-1)/n sigma^2 sum_{l=1..m} z_j^(2l) + b^2 (sum_{l=1..m} z_j^l)^2 ],   z_j = lambda_j (1 - lr mu)
 
-    with lambda_j, j >= 2, the eigenvalues of W but the first. This is the recursion (10) itself, not a bound: it takes noise and
-    heterogeneity as spread evenly over the eigenvectors of W, and gradients as constant over a period but for the pull mu back to x_bar.
-    On `isolated(n)` it is Local SGD's lr^2 [(n-1)/n sigma^2 (H-1)/2 + b^2 (H-1)(2H-1)/6]; at H = infinity, Gossip SGD's steady state.
+    lambda_j, j >= 2, are the eigenvalues of W without the first. The formula holds for small lr and one symmetric W. It solves the
+    recursion (10) and is not a bound. It assumes that noise and heterogeneity are spread evenly over the eigenvectors of W, and that
+    gradients are constant over a period except for the pull mu towards x_bar. On `isolated(n)` it gives Local SGD's
+    lr^2 [(n-1)/n sigma^2 (H-1)/2 + b^2 (H-1)(2H-1)/6]; for H = infinity it gives Gossip SGD's steady state.
 
     Args:
-        topology: any with one symmetric W.
+        topology: a topology with one symmetric W.
         H: the period, or math.inf.
         lr: the step size gamma.
         sigma2: variance of a stochastic gradient, E||g_i - grad f_i||^2.
@@ -39,19 +40,19 @@ def consensus_distance(topology: Topology, H: float, lr: float, sigma2: float, b
     """
     check_period(H)
     if LONGEST < H < math.inf:
-        raise ValueError(f"H={H} is longer than {LONGEST:,} steps: by then it is math.inf's steady state")
+        raise ValueError(f"H={H} is longer than {LONGEST:,} steps: pass H=math.inf, the steady state is the same by then")
     if not (lr > 0 and sigma2 >= 0 and b2 >= 0 and 0 <= lr * mu < 1):
         raise ValueError(f"needs lr > 0, sigma2 >= 0, b2 >= 0 and 0 <= lr mu < 1, got lr={lr}, sigma2={sigma2}, b2={b2}, mu={mu}")
     if topology.n == 1:
         return 0.0
     z = _eigenvalues(topology) * (1 - lr * mu)  # [n - 1]
     squares, sums = _steady_state(z) if math.isinf(H) else _over_a_period(z, int(H))
-    noise = sigma2 * (1 - 1 / topology.n) * squares if sigma2 else 0.0  # not 0 * inf, where nothing holds the nodes together
+    noise = sigma2 * (1 - 1 / topology.n) * squares if sigma2 else 0.0  # avoids 0 * inf where nothing keeps the nodes together
     return lr**2 * (noise + (b2 * sums if b2 else 0.0))
 
 
 def _over_a_period(z: Array, H: int) -> tuple[float, float]:
-    """mean_j and mean over m < H of sum_{l=1..m} z^(2l), and of (sum_{l=1..m} z^l)^2."""
+    """The means over j and m < H of sum_{l=1..m} z_j^(2l) and of (sum_{l=1..m} z_j^l)^2."""
     power, squares, sums = np.ones_like(z), np.zeros_like(z), np.zeros_like(z)
     totals = np.zeros(2)
     for _ in range(1, H):
@@ -62,23 +63,23 @@ def _over_a_period(z: Array, H: int) -> tuple[float, float]:
 
 
 def _steady_state(z: Array) -> tuple[float, float]:
-    """The same for m = infinity: mean_j of z^2 / (1 - z^2), and of (z / (1 - z))^2."""
+    """The same sums for m = infinity: the means over j of z_j^2 / (1 - z_j^2) and of (z_j / (1 - z_j))^2."""
     if np.abs(z).max() >= 1:
         return math.inf, math.inf
     return float((z**2 / (1 - z**2)).mean()), float(((z / (1 - z)) ** 2).mean())
 
 
 def _eigenvalues(topology: Topology) -> Array:
-    """Those of W but the first, [n - 1]."""
+    """The eigenvalues of W without the first, [n - 1]."""
     W = topology.matrix()
     if topology.period > 1 or not W.is_symmetric:
         what = f"a cycle of {topology.period} matrices" if topology.period > 1 else "not symmetric"
-        raise ValueError(f"the closed form needs one symmetric W, but {topology} is {what}: unified_consensus_bound takes any topology")
+        raise ValueError(f"the closed form needs one symmetric W, but {topology} is {what}: use unified_consensus_bound instead")
     if isinstance(W, Circulant):
         return np.real(W.eigenvalues[1:])
     if topology.n > DENSE_UP_TO:
-        raise ValueError(f"all eigenvalues of {topology} are needed, which takes a dense matrix: at most n = {DENSE_UP_TO} nodes")
-    return np.asarray(np.linalg.eigvalsh(topology.W().numpy())[:-1])  # in ascending order: the last is that of the ones vector
+        raise ValueError(f"the eigenvalues of {topology} need a dense matrix, which is supported for at most n = {DENSE_UP_TO} nodes")
+    return np.asarray(np.linalg.eigvalsh(topology.W().numpy())[:-1])  # ascending: the last belongs to the vector of ones
 
 
 def unified_consensus_bound(
@@ -92,24 +93,24 @@ def unified_consensus_bound(
     B: Sequence[float],
     convex: bool = True,
 ) -> float:
-    """The unified consensus lemma (Lemma 4): the right-hand side of (25), which bounds A^(k+1) = E||X^(k+1) - X_bar^(k+1)||_F^2,
+    """The bound of the unified consensus lemma (Lemma 4), the right-hand side of (25). It bounds A^(k+1) = E||X^(k+1) - X_bar^(k+1)||_F^2:
 
         6 D_beta gamma^2 beta^2 L^2 sum_l beta^(k-l) A^(l)  +  12 n D_beta gamma^2 beta^2 L sum_l beta^(k-l) B^(l)
             +  2 n gamma^2 beta^2 C_beta (3 D_beta b^2 + sigma^2),         l = tau(k), ..., k
 
-    from what has happened since the last global average, tau(k). Without convexity (Lemma 7, (65)) the B^(l) are squared gradients and
-    their coefficient is 6 n D_beta gamma^2 beta^2. Of (65) the proof's version is used: its statement has beta^(2(k+1-l)) and H b^2 in
-    place of beta^(k-l) and D_beta b^2.
+    tau(k) is the step of the last global average. Without convexity (Lemma 7, (65)) the B^(l) are squared gradients and their
+    coefficient is 6 n D_beta gamma^2 beta^2. For (65) this is the version of the proof: the statement has beta^(2(k+1-l)) and H b^2
+    instead of beta^(k-l) and D_beta b^2.
 
     Args:
-        algorithm: what `rumor.gossip_pga(...)` and its like return, or a `Mixing`.
+        algorithm: a method such as `rumor.gossip_pga(...)`, or a `Mixing`.
         lr: the step size gamma.
         L: smoothness of every f_i.
         sigma2: a bound on the variance of a stochastic gradient.
         b2: heterogeneity, at x* if convex.
-        A: A^(tau(k)), ..., A^(k): sums over the nodes, n times what `consensus_distance` gives. A^(tau(k)) = 0.
-        B: E f(x_bar^(l)) - f(x*) of the same steps; E||grad f(x_bar^(l))||^2 if not convex.
-        convex: which lemma.
+        A: A^(tau(k)), ..., A^(k). They are sums over the nodes, n times the value of `consensus_distance`. A^(tau(k)) = 0.
+        B: E f(x_bar^(l)) - f(x*) at the same steps; E||grad f(x_bar^(l))||^2 if not convex.
+        convex: True for Lemma 4, False for Lemma 7.
 
     >>> import rumor
     >>> unified_consensus_bound(rumor.local_sgd(2, 4), lr=0.1, L=1.0, sigma2=1.0, b2=0.0, A=[0.0], B=[0.0])
@@ -117,7 +118,9 @@ def unified_consensus_bound(
     """
     m = mixing(algorithm)
     if not 1 <= len(A) == len(B) <= m.H:
-        raise ValueError(f"A and B are of the steps since the last global average, at most H = {m.H}: got {len(A)} and {len(B)} of them")
+        raise ValueError(
+            f"A and B need one value for each step since the last global average, at most H = {m.H}: got {len(A)} and {len(B)} values"
+        )
     c_1, c_2, c_3 = _constants(m, lr, L, sigma2, b2, convex)
     fade = m.beta ** np.arange(len(A))[::-1]  # beta^(k-l)
     return c_1 * float(fade @ np.asarray(A, dtype=np.float64)) + c_2 * float(fade @ np.asarray(B, dtype=np.float64)) + c_3
@@ -126,12 +129,14 @@ def unified_consensus_bound(
 def running_consensus_bound(
     algorithm: Algorithm | Mixing, *, lr: float, L: float, sigma2: float, b2: float, mean_B: float, convex: bool = True
 ) -> float:
-    """The running consensus lemma (Lemma 5): the right-hand side of (26), which bounds 1/(T+1) sum_k E||X^(k) - X_bar^(k)||_F^2,
+    """The bound of the running consensus lemma (Lemma 5), the right-hand side of (26).
+
+    It bounds 1/(T+1) sum_k E||X^(k) - X_bar^(k)||_F^2 if gamma <= 1/(4 L beta D_beta):
 
         2 c_2 D_beta mean_B + 2 c_3,       c_2 = 12 n beta^2 D_beta gamma^2 L,   c_3 = 2 n beta^2 gamma^2 C_beta (3 D_beta b^2 + sigma^2)
 
-    for gamma <= 1/(4 L beta D_beta), with mean_B = 1/(T+1) sum_k E f(x_bar^(k)) - f(x*). Without convexity (Lemma 8, (66)) mean_B is the
-    mean of E||grad f(x_bar^(k))||^2 and c_2 = 6 n beta^2 D_beta gamma^2.
+    mean_B is 1/(T+1) sum_k E f(x_bar^(k)) - f(x*). Without convexity (Lemma 8, (66)) mean_B is the mean of E||grad f(x_bar^(k))||^2
+    and c_2 = 6 n beta^2 D_beta gamma^2.
     """
     m = mixing(algorithm)
     _, c_2, c_3 = _constants(m, lr, L, sigma2, b2, convex)
@@ -141,7 +146,7 @@ def running_consensus_bound(
 
 
 def _constants(m: Mixing, lr: float, L: float, sigma2: float, b2: float, convex: bool) -> tuple[float, float, float]:
-    """c_1, c_2 and c_3 of the proofs of Lemmas 5 and 8."""
+    """The constants c_1, c_2 and c_3 in the proofs of Lemmas 5 and 8."""
     if not (lr > 0 and L > 0 and sigma2 >= 0 and b2 >= 0):
         raise ValueError(f"needs lr > 0, L > 0, sigma2 >= 0 and b2 >= 0, got lr={lr}, L={L}, sigma2={sigma2}, b2={b2}")
     if m.beta == 0:

@@ -1,4 +1,4 @@
-"""C_beta and D_beta, and the few numbers of an algorithm that the paper's formulas depend on."""
+"""C_beta and D_beta, and the numbers of an algorithm that the paper's formulas need."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Literal
 
 import numpy as np
 
-from rumor.algorithm import Algorithm, GossipPGA
-from rumor.matrix import Circulant, dense
+from rumor.methods import Algorithm, GossipPGA
 from rumor.schedule import Adaptive, Never, Periodic
 from rumor.topology import Topology
+from rumor.topology.matrix import Circulant, dense
 
 Regime = Literal["sparse", "dense"]
 
-DENSE_UP_TO = 256  # nodes; a product and its norm take milliseconds there
-SETTLED = 1e-8  # relative change at which a sum of contractions counts as found
-ROUNDING = 1e-13  # a product this close to the average is the average
+DENSE_UP_TO = 256  # nodes; up to here a dense product and its norm take milliseconds
+SETTLED = 1e-8  # relative change at which a sum of contractions has converged
+ROUNDING = 1e-13  # a product this close to the average counts as the average
 
 
 def C_beta(beta: float, H: float) -> float:
     """C_beta = sum_{l=0}^{H-1} beta^l = (1 - beta^H) / (1 - beta) (Theorem 1).
 
-    H for beta = 1 (Local SGD), 1/(1 - beta) for H = infinity (Gossip SGD).
+    C_beta is H for beta = 1 (Local SGD) and 1/(1 - beta) for H = infinity (Gossip SGD).
 
     Args:
         beta: ||W - 11'/n||_2, between 0 and 1.
@@ -47,10 +47,11 @@ def D_beta(beta: float, H: float) -> float:
     (2.0, 16.0, 4.0)
     """
     _check(beta, H)
-    return min(float(H), _gossip_alone(beta))
+    return min(float(H), _geometric_sum(beta))
 
 
-def _gossip_alone(beta: float) -> float:
+def _geometric_sum(beta: float) -> float:
+    """sum_{l=0}^{infinity} beta^l = 1/(1 - beta)."""
     return 1 / (1 - beta) if beta < 1 else math.inf
 
 
@@ -71,14 +72,14 @@ def check_period(H: float) -> None:
 
 @dataclass(frozen=True)
 class Mixing:
-    """What the formulas need to know of an algorithm; built by `mixing(algorithm)` or `static_mixing(n, beta, H)`.
+    """The numbers of an algorithm that the formulas need. `mixing(algorithm)` and `static_mixing(n, beta, H)` build it.
 
     Attributes:
         n: nodes.
-        beta: what one gossip step leaves of the disagreement, ||W - 11'/n||_2; of a cycle, at its worst phase.
+        beta: ||W - 11'/n||_2, the share of the disagreement that is left after one gossip step; for a cycle, at its worst phase.
         H: the period; math.inf without global averages.
-        C: C_beta, what the H steps of a period leave, summed.
-        S: the same sum without end, 1/(1 - beta): what gossip alone would leave.
+        C: C_beta, the sum of these shares over the H steps of a period.
+        S: the same sum over infinitely many steps, 1/(1 - beta).
     """
 
     n: int
@@ -93,9 +94,9 @@ class Mixing:
         return min(self.H, self.S)
 
     def D_of(self, regime: Regime | None) -> float:
-        """D_beta as one regime has it: H if "sparse" (Lemma 2), 1/(1 - beta) if "dense" (Lemma 3); where that is infinite, the other.
+        """D_beta in one regime: H if "sparse" (Lemma 2), 1/(1 - beta) if "dense" (Lemma 3). If that is infinite, the other one.
 
-        Both lemmas hold for every network, so each regime's form is a bound everywhere; the general form (None) is the better one.
+        Both lemmas hold for every network, so both forms are bounds everywhere. The general form (None) is the tighter one.
         """
         if regime is None:
             return self.D
@@ -106,9 +107,9 @@ class Mixing:
 
 
 def static_mixing(n: int, beta: float, H: float) -> Mixing:
-    """The mixing of n nodes with one matrix W of norm beta = ||W - 11'/n||_2, and a global average every H steps.
+    """Builds the `Mixing` of n nodes with one matrix W, beta = ||W - 11'/n||_2, and a global average every H steps.
 
-    With H = 1 every step is global and W is never used: Parallel SGD, beta = 0.
+    With H = 1 every step is global and W is not used. This is Parallel SGD, so beta is set to 0.
 
     >>> static_mixing(20, 0.5, 3)
     Mixing(n=20, beta=0.5, H=3, C=1.75, S=2.0)
@@ -116,7 +117,7 @@ def static_mixing(n: int, beta: float, H: float) -> Mixing:
     check_nodes(n)
     _check(beta, H)
     beta = 0.0 if H == 1 else beta
-    return Mixing(n, beta, H, C_beta(beta, H), _gossip_alone(beta))
+    return Mixing(n, beta, H, C_beta(beta, H), _geometric_sum(beta))
 
 
 def check_nodes(n: int) -> None:
@@ -125,14 +126,16 @@ def check_nodes(n: int) -> None:
 
 
 def mixing(algorithm: Algorithm | Mixing) -> Mixing:
-    """The numbers of an algorithm. Parallel, Local and Gossip SGD are Gossip-PGA with W = 11'/n, W = I and H = infinity.
+    """Builds the `Mixing` of an algorithm. Parallel, Local and Gossip SGD are Gossip-PGA with W = 11'/n, W = I and H = infinity.
 
-    A cycle of matrices has no useful single beta. With c(l) = `topology.contraction(l)`, what l steps leave at the worst phase,
+    A cycle of matrices has no useful single beta. Its numbers come from c(l) = `topology.contraction(l)`, the share of the disagreement
+    that is left after l steps at the worst phase:
 
-        C = sum_{l<H} c(l),    D = min{H, sum_l c(l)},    and c(1) for the factor beta:
+        C = sum_{l<H} c(l),    D = min{H, sum_l c(l)},    beta = c(1)
 
-    C_beta and D_beta again if c(l) = beta^l. (The proof of Lemma 2 wants ||sum_l W^l g_l||^2 <= beta^2 D sum_l beta^(l-1) ||g_l||^2, and
-    Cauchy-Schwarz gives it for any weights c(l) <= c(1) c(l-1).) Gossip-AGA counts with its longest period (Corollary 1).
+    If c(l) = beta^l, these are C_beta and D_beta. (The proof of Lemma 2 needs ||sum_l W^l g_l||^2 <= beta^2 D sum_l beta^(l-1) ||g_l||^2,
+    and Cauchy-Schwarz proves it for any weights c(l) <= c(1) c(l-1).) Gossip-AGA is treated as if it used its longest period all the
+    time (Corollary 1).
 
     >>> import rumor
     >>> mixing(rumor.local_sgd(8, H=4))
@@ -142,25 +145,30 @@ def mixing(algorithm: Algorithm | Mixing) -> Mixing:
     """
     if isinstance(algorithm, Mixing):
         return algorithm
-    if not isinstance(algorithm, GossipPGA) or type(algorithm) is not GossipPGA:  # what derives from it, SlowMo say, mixes otherwise
-        raise ValueError(f"the paper has no theory of {algorithm!r}: only of Parallel, Local and Gossip SGD, Gossip-PGA and Gossip-AGA")
+    if not isinstance(algorithm, GossipPGA) or type(algorithm) is not GossipPGA:  # subclasses such as SlowMo mix differently
+        raise ValueError(
+            f"the paper has no theory of {algorithm!r}: it covers Parallel SGD, Local SGD, Gossip SGD, Gossip-PGA and Gossip-AGA only"
+        )
+    if not isinstance(algorithm.topology, Topology):
+        raise ValueError(f"{algorithm!r} is not bound to a number of nodes: theory needs one, so pass algorithm.bind(n)")
     for name, value, default in (("delay", algorithm.delay, 0), ("average_rounds", algorithm.average_rounds, None)):
         if value != default:
-            raise ValueError(f"the paper has no theory of {name}={value}: ask for the same method with {name}={default}")
+            raise ValueError(f"the paper has no theory of {name}={value}: build the same method with {name}={default}")
     return _mixing(algorithm.topology, _longest_period(algorithm.schedule))
 
 
 def time_varying_mixing(topology: Topology, periods: Sequence[int]) -> Mixing:
-    """Corollary 1: global averages after `periods` = H^(0), H^(1), ... steps count as if all periods were the longest, H_max.
+    """Builds the `Mixing` for global averages after `periods` = H^(0), H^(1), ... steps.
 
-    The corollary's C_beta sums to H_max; the proof needs H_max - 1, as everywhere else.
+    By Corollary 1 the bounds are those of the longest period, H_max. The corollary's C_beta sums up to H_max; the proof needs the sum up
+    to H_max - 1, as everywhere else.
 
     >>> import rumor
     >>> time_varying_mixing(rumor.ring(20), [4, 8, 16]) == mixing(rumor.gossip_pga(rumor.ring(20), 16))
     True
     """
     if not len(periods):
-        raise ValueError("periods is empty: give at least one period, or use gossip_sgd(topology) for none")
+        raise ValueError("periods is empty: give at least one period, or use mixing(gossip_sgd(topology)) for no global averages")
     for H in periods:
         check_period(H)
     return _mixing(topology, max(periods))
@@ -173,21 +181,21 @@ def _longest_period(schedule: object) -> float:
         return schedule.H
     if isinstance(schedule, Adaptive):
         return schedule.H_max
-    raise ValueError(f"the longest period of {schedule!r} is not known: use time_varying_mixing(topology, periods)")
+    raise ValueError(f"the longest period of {schedule!r} is unknown: use time_varying_mixing(topology, periods)")
 
 
 def _mixing(topology: Topology, H: float) -> Mixing:
     if H == 1:
         return static_mixing(topology.n, 0.0, 1)
-    # a static W that is not symmetric may have norm 1 and mix all the same; then only its powers tell
+    # A static W that is not symmetric may have norm 1 and still mix. Then beta says nothing, and the norms of its powers are needed.
     if topology.period == 1 and (topology.beta < 1 - ROUNDING or not topology.has_links):
         return static_mixing(topology.n, topology.beta, H)
-    beta = min(topology.contraction(1), 1.0)  # a norm of 1 may be rounded up
+    beta = min(topology.contraction(1), 1.0)  # rounding may push a norm of 1 above 1
     return Mixing(topology.n, beta, H, _sum_of_contractions(topology, H), _sum_of_contractions(topology, math.inf))
 
 
 def _sum_of_contractions(topology: Topology, H: float) -> float:
-    """sum_{l<H} c(l). From where c shrinks by the same factor q over each period of the cycle, the rest is a geometric series."""
+    """sum_{l<H} c(l). Once c shrinks by the same factor q over each cycle, the rest is summed as a geometric series."""
     p, last_guess = topology.period, math.inf
     terms: list[float] = []
     for l, c in enumerate(_contractions(topology)):  # noqa: E741 (the paper's letter)
@@ -208,7 +216,7 @@ def _sum_of_contractions(topology: Topology, H: float) -> float:
 
 
 def _contractions(topology: Topology) -> Iterator[float]:
-    """contraction(0), contraction(1), ...: the products grow by one factor at a time, where `topology.contraction(l)` multiplies l."""
+    """Yields contraction(0), contraction(1), ... with one more factor each time (`topology.contraction(l)` multiplies l matrices)."""
     matrices = [topology.matrix(k) for k in range(topology.period)]
     circulants = [W for W in matrices if isinstance(W, Circulant)]
     if len(circulants) == len(matrices):
@@ -216,7 +224,7 @@ def _contractions(topology: Topology) -> Iterator[float]:
         product = np.ones_like(eigenvalues)
         for l in count():  # noqa: E741
             yield float(np.abs(product).max(initial=0.0))
-            product = product * np.roll(eigenvalues, -l, axis=0)  # row k: W_(k+l) joins W_(k+l-1) ... W_k
+            product = product * np.roll(eigenvalues, -l, axis=0)  # row k: W_(k+l) times W_(k+l-1) ... W_k
     elif topology.n <= DENSE_UP_TO:
         Ws = np.stack([dense(W) for W in matrices])
         powers = np.broadcast_to(np.eye(topology.n), Ws.shape)

@@ -1,23 +1,23 @@
-"""Convergence rates, the step size and bound of Theorems 1 and 2, and the period that keeps linear speed-up."""
+"""Convergence rates, the step sizes and bounds of Theorems 1 and 2, and the periods that keep linear speed-up."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from rumor.algorithm import Algorithm
+from rumor.methods import Algorithm
 from rumor.theory.constants import Mixing, Regime, check_beta, check_nodes, mixing
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The terms of a convergence rate, as orders.
+    """The terms of a convergence rate, as orders of magnitude.
 
     Attributes:
-        sgd: sigma / sqrt(n T), Parallel SGD's rate: linear speed-up while it dominates.
-        noise: what the noise costs because nodes differ.
-        heterogeneity: what their data's being different costs.
-        higher_order: what vanishes as 1/T.
+        sgd: sigma / sqrt(n T), Parallel SGD's rate. While it dominates, the speed-up is linear.
+        noise: the cost of gradient noise, because the nodes' models differ.
+        heterogeneity: the cost of different data on the nodes.
+        higher_order: the term that shrinks as 1/T.
     """
 
     sgd: float
@@ -27,7 +27,7 @@ class Rate:
 
     @property
     def overhead(self) -> float:
-        """All but Parallel SGD's rate: the "extra overhead" of (2)."""
+        """The rate without Parallel SGD's term: the "extra overhead" of (2)."""
         return self.noise + self.heterogeneity + self.higher_order
 
     @property
@@ -38,14 +38,14 @@ class Rate:
 def rate(
     algorithm: Algorithm | Mixing, T: float, sigma2: float = 1.0, b2: float = 1.0, F_0: float = 1.0, regime: Regime | None = None
 ) -> Rate:
-    """The rate after T iterations, for convex (7) and non-convex (8) problems alike, without constants:
+    """The rate after T iterations without constants, for convex (7) and non-convex (8) problems:
 
         sigma F_0^(1/2) / (n T)^(1/2)  +  C_beta^(1/3) beta^(2/3) (sigma^(2/3) + D_beta^(1/3) b^(2/3)) F_0^(2/3) / T^(2/3)
             +  beta D_beta F_0 / T
 
-    of f(x_hat) - f(x*) (Theorem 1) or of the mean of ||grad f(x_bar)||^2 (Theorem 2). F_0 = 1 is (2) and Tables 4 and 6; any other
-    recovers the initial value, as section 4 does. Gossip SGD has C_beta = D_beta = 1/(1 - beta), Local SGD beta = 1 and
-    C_beta = D_beta = H (Table 6 writes H for D_beta in Gossip-PGA: `regime="sparse"`), Parallel SGD beta = 0.
+    It is the rate of f(x_hat) - f(x*) (Theorem 1) or of the mean of ||grad f(x_bar)||^2 (Theorem 2). F_0 = 1 gives (2) and Tables 4
+    and 6; other values include the initial value, as in section 4. Gossip SGD has C_beta = D_beta = 1/(1 - beta). Local SGD has beta = 1
+    and C_beta = D_beta = H. Parallel SGD has beta = 0. Table 6 writes H for Gossip-PGA's D_beta: `regime="sparse"`.
 
     >>> import rumor
     >>> rate(rumor.parallel_sgd(4), T=100)
@@ -59,16 +59,16 @@ def rate(
         return Rate(sgd, 0.0, 0.0, 0.0)
     D = m.D_of(regime)
     drift = (m.C * m.beta**2 * F_0**2 / T**2) ** (1 / 3)  # C^(1/3) beta^(2/3) (F_0 / T)^(2/3)
-    noise = drift * sigma2 ** (1 / 3) if sigma2 else 0.0  # not inf * 0, where nothing is ever averaged
+    noise = drift * sigma2 ** (1 / 3) if sigma2 else 0.0  # avoids inf * 0 where nothing is ever averaged
     heterogeneity = drift * (D * b2) ** (1 / 3) if b2 else 0.0
     return Rate(sgd, noise, heterogeneity, m.beta * D * F_0 / T)
 
 
 @dataclass(frozen=True)
 class Guarantee:
-    """A theorem for one problem: constants of the bound r_0 / ((T + 1) gamma) + r_1 gamma + r_2 gamma^2 (58), for gamma <= lr_max.
+    """A theorem applied to one problem: the constants of the bound r_0 / ((T + 1) gamma) + r_1 gamma + r_2 gamma^2 (58), gamma <= lr_max.
 
-    Built by `theorem_1` and `theorem_2`. Unlike `rate` these are no orders: the bound holds as it stands.
+    `theorem_1` and `theorem_2` build it. Unlike `rate`, the bound includes its constants.
     """
 
     r_0: float
@@ -77,7 +77,7 @@ class Guarantee:
     lr_max: float
 
     def step_size(self, T: int) -> float:
-        """gamma = min{ lr_max, (r_0 / (r_1 (T + 1)))^(1/2), (r_0 / (r_2 (T + 1)))^(1/3) } (6), for T + 1 iterations."""
+        """The step size for T + 1 iterations, min{ lr_max, (r_0 / (r_1 (T + 1)))^(1/2), (r_0 / (r_2 (T + 1)))^(1/3) } (6)."""
         _check_positive("T", T)
         start = self.r_0 / (T + 1)
         by_noise = math.sqrt(start / self.r_1) if self.r_1 else math.inf
@@ -85,7 +85,7 @@ class Guarantee:
         return min(self.lr_max, by_noise, by_drift)
 
     def bound(self, T: int, lr: float | None = None) -> float:
-        """The bound (58) after T + 1 iterations at step size `lr`, or at `step_size(T)`."""
+        """The bound (58) after T + 1 iterations with step size `lr`; None means `step_size(T)`."""
         _check_positive("T", T)
         lr = self.step_size(T) if lr is None else lr
         if not 0 < lr <= self.lr_max:
@@ -94,15 +94,15 @@ class Guarantee:
 
 
 def theorem_1(algorithm: Algorithm | Mixing, *, L: float, sigma2: float, b2: float, distance2: float) -> Guarantee:
-    """Theorem 1, for convex f_i: bounds `1/(T + 1) sum_k f(x_bar^(k)) - f(x*)`, and with it `f(x_hat) - f(x*)`.
+    """Theorem 1, for convex f_i: a bound on `1/(T + 1) sum_k f(x_bar^(k)) - f(x*)`, and so on `f(x_hat) - f(x*)`.
 
         r_0 = 2 ||x_bar^(0) - x*||^2,  r_1 = 2 sigma^2 / n,  r_2 = 12 L beta^2 C_beta sigma^2 + 36 L beta^2 C_beta D_beta b^2    (57)
         gamma = min{ 1/(4 L), 1/(12 beta L D_beta), (r_0 / (r_1 (T + 1)))^(1/2), (r_0 / (r_2 (T + 1)))^(1/3) }                   (6)
 
-    r_2 is the appendix's, and 1/(4 L) comes from the descent lemma (20): without it gamma would have no limit as beta goes to 0.
+    r_2 is from the appendix. 1/(4 L) is from the descent lemma (20); without it gamma would have no limit as beta goes to 0.
 
     Args:
-        algorithm: what `rumor.gossip_pga(...)` and its like return, or a `Mixing`.
+        algorithm: a method such as `rumor.gossip_pga(...)`, or a `Mixing`.
         L: smoothness of every f_i.
         sigma2: sigma^2, a bound on the variance of a stochastic gradient.
         b2: b^2 = 1/n sum_i ||grad f_i(x*)||^2.
@@ -119,18 +119,18 @@ def theorem_1(algorithm: Algorithm | Mixing, *, L: float, sigma2: float, b2: flo
 
 
 def theorem_2(algorithm: Algorithm | Mixing, *, L: float, sigma2: float, b2: float, F_0: float) -> Guarantee:
-    """Theorem 2, for any smooth f_i: bounds 1/(T + 1) sum_k ||grad f(x_bar^(k))||^2. With Corollary 1, for Gossip-AGA as well.
+    """Theorem 2, for any smooth f_i: a bound on 1/(T + 1) sum_k ||grad f(x_bar^(k))||^2. By Corollary 1 it covers Gossip-AGA, too.
 
         r_0 = 8 F_0,  r_1 = 4 L sigma^2 / n,  r_2 = 24 L^2 beta^2 C_beta sigma^2 + 72 L^2 beta^2 C_beta D_beta b^2               (83)
 
-    and gamma as in Theorem 1. The constants are those the proof ends with (the text has r_0 = 4 F_0).
+    gamma is as in Theorem 1. The constants are from the end of the proof (the text has r_0 = 4 F_0).
 
     Args:
-        algorithm: what `rumor.gossip_pga(...)` and its like return, or a `Mixing`.
+        algorithm: a method such as `rumor.gossip_pga(...)`, or a `Mixing`.
         L: smoothness of every f_i.
         sigma2: sigma^2, a bound on the variance of a stochastic gradient.
         b2: a bound on 1/n sum_i ||grad f_i(x) - grad f(x)||^2 for all x.
-        F_0: f(x_bar^(0)) less the least value of f.
+        F_0: f(x_bar^(0)) minus the minimum of f.
     """
     m = mixing(algorithm)
     _check_positive("F_0", F_0)
@@ -139,24 +139,24 @@ def theorem_2(algorithm: Algorithm | Mixing, *, L: float, sigma2: float, b2: flo
 
 
 def _lr_max_and_drift(m: Mixing, L: float, sigma2: float, b2: float) -> tuple[float, float]:
-    """min{1/(4 L), 1/(12 beta L D_beta)}, and beta^2 C_beta (sigma^2 + 3 D_beta b^2)."""
+    """Returns min{1/(4 L), 1/(12 beta L D_beta)} and beta^2 C_beta (sigma^2 + 3 D_beta b^2)."""
     _check_positive("L", L)
     _check_not_negative(sigma2=sigma2, b2=b2)
     if m.beta == 0:
         return 1 / (4 * L), 0.0
     if math.isinf(m.D):
-        raise ValueError("nodes that neither gossip nor average have no guarantee: give them a period H or a connected topology")
+        raise ValueError("there is no guarantee for nodes that neither gossip nor average: use a finite period H or a connected topology")
     return 1 / max(4 * L, 12 * m.beta * L * m.D), m.beta**2 * m.C * (sigma2 + 3 * m.D * b2)
 
 
 @dataclass(frozen=True)
 class PeriodLimits:
-    """The longest period at which each term of the rate is still no larger than Parallel SGD's sigma F_0^(1/2) / (n T)^(1/2).
+    """For each term of the rate, the longest period at which it is at most Parallel SGD's sigma F_0^(1/2) / (n T)^(1/2).
 
     Attributes:
-        heterogeneity: of the term with b, the paper's own H.
-        noise: of the other term with T^(2/3).
-        higher_order: of the term with 1/T.
+        heterogeneity: for the term with b; this is the paper's H.
+        noise: for the other term with T^(2/3).
+        higher_order: for the term with 1/T.
     """
 
     heterogeneity: float
@@ -165,39 +165,39 @@ class PeriodLimits:
 
 
 def period_limits(n: int, beta: float, T: float, sigma2: float, b2: float, F_0: float = 1.0) -> PeriodLimits:
-    """The periods that guarantee linear speed-up over T iterations (section 4), term by term, with C_beta, D_beta <= H:
+    """The periods that guarantee linear speed-up over T iterations (section 4), for each term, with C_beta, D_beta <= H:
 
-        heterogeneity  H = sigma^(3/2) T^(1/4) / (beta b F_0^(1/4) n^(3/4))      the paper's; infinite for b = 0
+        heterogeneity  H = sigma^(3/2) T^(1/4) / (beta b F_0^(1/4) n^(3/4))      the paper's H; infinite for b = 0
         noise          H = sigma T^(1/2) / (beta^2 F_0^(1/2) n^(3/2))
         higher order   H = sigma T^(1/2) / (beta F_0^(1/2) n^(1/2))
 
-    The paper gives the first alone, which leaves the other two terms free to dominate: in particular it is no limit at all for iid data.
+    The paper gives the first one only. Then the other two terms may dominate; for iid data, the first one is no limit at all.
 
     Args:
         n: nodes.
-        beta: `topology.beta`; of a cycle `topology.contraction(1)`.
+        beta: `topology.beta`; for a cycle `topology.contraction(1)`.
         T: iterations.
         sigma2: sigma^2.
         b2: b^2.
-        F_0: f(x_bar^(0)) less the least value of f.
+        F_0: f(x_bar^(0)) minus the minimum of f.
     """
     check_nodes(n)
     _check_positive("T", T)
     _check_positive("F_0", F_0)
     _check_not_negative(sigma2=sigma2, b2=b2)
     check_beta(beta)
-    room = sigma2 * T / F_0  # sigma^2 T / F_0
+    scale = sigma2 * T / F_0
     return PeriodLimits(
-        heterogeneity=_ratio((room * sigma2**2) ** 0.25, beta * math.sqrt(b2) * n**0.75),
-        noise=_ratio(math.sqrt(room), beta**2 * n**1.5),
-        higher_order=_ratio(math.sqrt(room), beta * math.sqrt(n)),
+        heterogeneity=_ratio((scale * sigma2**2) ** 0.25, beta * math.sqrt(b2) * n**0.75),
+        noise=_ratio(math.sqrt(scale), beta**2 * n**1.5),
+        higher_order=_ratio(math.sqrt(scale), beta * math.sqrt(n)),
     )
 
 
 def period_for_linear_speedup(n: int, beta: float, T: float, sigma2: float, b2: float, F_0: float = 1.0) -> float:
-    """The smallest of `period_limits`: up to this H, linear speed-up over T iterations is guaranteed, up to constants.
+    """The longest period H that guarantees linear speed-up over T iterations, up to constants: the smallest of `period_limits`.
 
-    Round it down; below 1 nothing but averaging at every step is safe. It grows with T: over a long enough run any H will do.
+    Round it down. Below 1, only averaging at every step is safe. It grows with T: for a long enough run any H works.
 
     >>> period_for_linear_speedup(n=10, beta=0.9, T=1e6, sigma2=1.0, b2=0.0)
     39.04...

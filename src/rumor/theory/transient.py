@@ -8,28 +8,28 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rumor.algorithm import Algorithm
+from rumor.methods import Algorithm
 from rumor.theory.constants import Mixing, Regime, check_nodes, check_period, mixing
 from rumor.topology import Topology
 
-SIZES = (1024, 1600, 2500, 4900)  # squares, for square grids and a whole sqrt(n); smaller grids give lower exponents
+SIZES = (1024, 1600, 2500, 4900)  # squares, so that grids are square and sqrt(n) is whole; smaller grids give lower exponents
 
 
 def transient_stage(algorithm: Algorithm | Mixing, iid: bool = False, regime: Regime | None = None) -> float:
-    """The order of the number of iterations until the term with n T dominates the rate, that is until linear speed-up.
+    """The order of the number of iterations until linear speed-up, that is until the term with n T dominates the rate.
 
         iid:      T >= max{ n^3 beta^4 C_beta^2, n beta^2 D_beta^2 }                                         (86)
         non-iid:  T >= max{ n^3 beta^4 C_beta^2, n^3 beta^4 C_beta^2 D_beta^2, n beta^2 D_beta^2 }           (87)
 
-    These are (84), (85) of Gossip SGD with C_beta = D_beta = 1/(1 - beta), and (88), (89) of Local SGD with beta = 1 and
-    C_beta = D_beta = H; Parallel SGD has none (beta = 0). Tables 2 and 3 keep the largest term, by n beta > 1.
+    With C_beta = D_beta = 1/(1 - beta) these are (84) and (85) of Gossip SGD. With beta = 1 and C_beta = D_beta = H they are (88) and
+    (89) of Local SGD. Parallel SGD has no transient stage (beta = 0). Tables 2 and 3 keep the largest term, assuming n beta > 1.
 
-    This is an order: constants, sigma, b, L and F_0 are left out. It ranks algorithms; it never predicts a measured iteration.
+    This is an order of magnitude, without constants, sigma, b, L and F_0. Use it to rank algorithms, not to predict an iteration count.
 
     Args:
-        algorithm: what `rumor.gossip_pga(...)` and its like return, or a `Mixing`.
+        algorithm: a method such as `rumor.gossip_pga(...)`, or a `Mixing`.
         iid: whether all nodes draw from the same distribution (b = 0).
-        regime: None for the general form with D_beta = min{H, 1/(1 - beta)}; "sparse" puts D_beta = H, "dense" 1/(1 - beta).
+        regime: None for the general form with D_beta = min{H, 1/(1 - beta)}; "sparse" uses D_beta = H, "dense" 1/(1 - beta).
 
     >>> import rumor
     >>> ring = rumor.ring(20)
@@ -45,9 +45,9 @@ def transient_stage(algorithm: Algorithm | Mixing, iid: bool = False, regime: Re
 
 
 def unstructured_transient_stage(n: int, H: float) -> float:
-    """n^3 H^4: what the analysis of any changing topology says of Gossip-PGA (non-convex, non-iid; remark in section 3.4).
+    """n^3 H^4, the transient stage of Gossip-PGA by the general analysis of changing topologies (section 3.4; non-convex, non-iid).
 
-    It knows neither that gossip helps within a period nor that H may exceed 1/(1 - beta), so it is Local SGD's stage, whatever W.
+    This analysis ignores that gossip helps within a period and that H may exceed 1/(1 - beta). So it gives Local SGD's stage for any W.
     """
     check_nodes(n)
     check_period(H)
@@ -55,10 +55,10 @@ def unstructured_transient_stage(n: int, H: float) -> float:
 
 
 def period_to_beat_local(algorithm: Algorithm | Mixing) -> float:
-    """beta^4 C_beta^2: Gossip-PGA's transient time is below that of Local SGD with the same H if H exceeds it (section 3.5).
+    """beta^4 C_beta^2. If H is larger, Gossip-PGA's transient time is below that of Local SGD with the same H (section 3.5).
 
     The times are n^3 H C_beta^2 beta^4 (H theta d + n alpha) and n^3 H^3 (theta d + n alpha) (non-iid, 1/(1 - beta) >= H). The condition
-    is that of the part with theta; the part with alpha is always smaller, since beta^2 C_beta < H.
+    comes from the part with theta; the part with alpha is always smaller, since beta^2 C_beta < H.
 
     >>> import rumor
     >>> [round(period_to_beat_local(rumor.gossip_pga(graph(20), 16)), 1) for graph in (rumor.exponential, rumor.grid, rumor.ring)]
@@ -70,7 +70,7 @@ def period_to_beat_local(algorithm: Algorithm | Mixing) -> float:
 
 @dataclass(frozen=True)
 class TransientTime:
-    """Communication during the transient stage.
+    """The communication time of the transient stage.
 
     Attributes:
         iterations: the transient stage.
@@ -88,16 +88,16 @@ class TransientTime:
 
 
 def transient_time(algorithm: Algorithm, alpha: float = 1.0, theta: float = 1.0, d: float = 1.0, iid: bool = False) -> TransientTime:
-    """Transient stage times communication per iteration, as the paper counts it for Tables 5 and 12 to 14 (section 3.4):
+    """The transient stage times the communication per iteration, as the paper counts it for Tables 5 and 12 to 14 (section 3.4):
 
-        |N_i| theta d + alpha       a gossip step (|N_i| counts the node itself: 3 on a ring, 5 on a grid; the largest of all nodes)
+        |N_i| theta d + alpha       a gossip step (|N_i| includes the node itself: 3 on a ring, 5 on a grid; the largest of all nodes)
         (2 theta d + n alpha) / H   an all-reduce, spread over its period
 
-    An order, like the stage. To plan a run, count what is sent instead: a node does not send to itself, and a ring all-reduce has
-    2 (n - 1) rounds.
+    This is an order of magnitude, like the stage. To plan a run, use `rumor.cost`, which counts what is sent: a node does not send to
+    itself, and a ring all-reduce has 2 (n - 1) rounds.
 
     Args:
-        algorithm: what `rumor.gossip_pga(...)` and its like return.
+        algorithm: a method such as `rumor.gossip_pga(...)`.
         alpha: latency of a message.
         theta: time to send one number.
         d: numbers in the model.
@@ -107,20 +107,20 @@ def transient_time(algorithm: Algorithm, alpha: float = 1.0, theta: float = 1.0,
     gossips = algorithm.topology.has_links and m.H > 1
     numbers = (_largest_neighborhood(algorithm.topology) if gossips else 0) + 2 / m.H
     messages = (1 if gossips else 0) + m.n / m.H
-    if messages == 0:  # isolated nodes that never average: for ever, but at no cost
+    if messages == 0:  # isolated nodes that never average: the stage is infinite, but nothing is sent
         return TransientTime(iterations, 0.0, 0.0)
     return TransientTime(iterations, iterations * numbers * theta * d, iterations * messages * alpha)
 
 
 def _largest_neighborhood(topology: Topology) -> int:
-    """max_i |N_i|, the node itself included."""
+    """max_i |N_i|, including the node itself."""
     rows = (topology.matrix(k).triplets()[0] for k in range(topology.period))
     return max(int(np.bincount(nodes).max()) for nodes in rows)
 
 
 @dataclass(frozen=True)
 class Exponents:
-    """e in O(n^e), of the transient stage and of the two parts of its communication time."""
+    """The exponents e in O(n^e) of the transient stage and of the two parts of its communication time."""
 
     iterations: float
     bandwidth: float
@@ -128,11 +128,11 @@ class Exponents:
 
 
 def scaling_exponents(build: Callable[[int], Algorithm], sizes: Sequence[int] = SIZES, iid: bool = False) -> Exponents:
-    """The exponents of Tables 5 and 12 to 14, found numerically: slopes of log(transient time) over log n.
+    """The exponents of Tables 5 and 12 to 14, computed numerically as slopes of log(transient time) over log n.
 
     Args:
-        build: the algorithm for n nodes, such as `lambda n: rumor.gossip_pga(rumor.ring(n), math.isqrt(n))`.
-        sizes: at least two numbers of nodes; below n = 1,000 slopes are not yet those of the limit.
+        build: builds the algorithm for n nodes, for example `lambda n: rumor.gossip_pga(rumor.ring(n), math.isqrt(n))`.
+        sizes: at least two numbers of nodes; below n = 1,000 the slopes are not yet those of the limit.
         iid: as in `transient_stage`.
 
     >>> import rumor
@@ -144,7 +144,7 @@ def scaling_exponents(build: Callable[[int], Algorithm], sizes: Sequence[int] = 
         raise ValueError(f"a slope needs at least two different sizes, got sizes={list(sizes)}")
     times = [transient_time(build(n), iid=iid) for n in sizes]
     if not all(0 < time.iterations < math.inf for time in times):
-        raise ValueError("no exponent: the transient stage is 0 (Parallel SGD) or infinite (no communication) at some size")
+        raise ValueError("there is no exponent: the transient stage is 0 (Parallel SGD) or infinite (no communication) at some size")
     logs = np.log([[time.iterations, time.bandwidth, time.latency] for time in times])
     slopes = np.polyfit(np.log(sizes), logs, 1)[0]
     return Exponents(*slopes.tolist())

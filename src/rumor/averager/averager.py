@@ -1,0 +1,276 @@
+"""Averager: one node among real processes. Build it after the model, and call `step` after the optimizer's step."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rumor.averager.replica import Replica
+from rumor.averager.setup import bound_algorithm, check_lazy, check_model, check_options, what_ranks_compare
+from rumor.engines.processes.local_group import LocalGroup
+from rumor.engines.processes.process_group import ProcessGroup
+from rumor.engines.processes.transport import Group
+from rumor.methods.algorithm import Algorithm
+from rumor.metrics import Metrics
+from rumor.model.checks import reshard
+from rumor.model.forward_hooks import ForwardHooks
+from rumor.model.tensors import ordinary_tensors
+
+Batch = TypeVar("Batch")
+T = TypeVar("T")
+
+
+class Averager:
+    """Averages `model` with those of the other nodes, as `algorithm` says. Every node starts from rank 0's model.
+
+    Parameters are written in place and never rebound. Parameters that are frozen at construction stay as they are. Float buffers
+    (BatchNorm's) are averaged at global rounds. Integer buffers and the optimizer's state stay each node's own. If an optimizer keeps fp32
+    master copies of half-precision parameters, pass the module that holds the master copies: the next step would undo any other average.
+
+    Args:
+        model: the module that the optimizer trains; not in DistributedDataParallel over the same ranks.
+        algorithm: a method such as `rumor.gossip_pga(rumor.one_peer_exponential, H=6)`. It is bound to the number of ranks in the group.
+        group: the group across nodes that this rank belongs to; the default group if None.
+        local_group: the ranks inside this node, if a node is several GPUs; `group` is then this rank and its counterparts, one of each
+            node. The ranks of a node must keep their parameters alike (DDP over this group) or sharded over it (FSDP2). Of what is alike,
+            each of L ranks exchanges 1/L, and the node shares the result; of what is sharded, each exchanges its own shard. Losses are
+            averaged inside the node for Gossip-AGA. Below, a node means all of its ranks.
+        lazy: step() returns while messages are in flight, and each module waits for its own parameters when it next runs forward, or
+            returns its state_dict(). Call settle() before you read parameters in any other way, for example in a forward that looks at
+            the parameters of another module before it calls that module. Not for models under torch.compile.
+        rescue: the model's optimizer, if the run is to go on when a node's model is no longer finite: all nodes then take the mean of the
+            finite ones, and that node's optimizer starts again. Without it, FloatingPointError ends the run on every rank.
+
+    A rank that waits longer than the group's time-out (`init_process_group(timeout=...)`, `new_group(timeout=...)`) raises ConnectionError.
+    A model that is not finite raises FloatingPointError on every rank, with the node and the step. This includes float buffers, at
+    global rounds, if they were finite when the Averager was built.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: Algorithm,
+        *,
+        group: Group | None = None,
+        local_group: Group | None = None,
+        lazy: bool = False,
+        rescue: torch.optim.Optimizer | None = None,
+    ):
+        engine = ProcessGroup(group, local_group)
+        node = LocalGroup(engine)
+        problem, setup = None, {}
+        try:
+            check_model(model, engine)
+            algorithm = bound_algorithm(algorithm, engine.n)
+            check_options(model, algorithm, lazy, rescue, has_local_group=local_group is not None)
+            setup = what_ranks_compare(model, algorithm, rescue, has_local_group=local_group is not None)
+        except (TypeError, ValueError) as error:
+            problem = error  # the others are told, so that they do not wait for this rank
+        node.agree(setup, problem)
+        self.replica = Replica(model)
+        self.replica.attach(engine, node, algorithm)
+        self._lazy, self._rescue = lazy, rescue
+        self._showing_mean = False
+        if lazy:
+            self._add_hooks()
+
+    def _add_hooks(self) -> None:
+        here = weakref.ref(self)  # the hooks must not keep this Averager alive
+        hooks = ForwardHooks(
+            self.model,
+            self.replica.buckets.buckets_of,
+            is_under_way=lambda: (averager := here()) is not None and averager.replica.runner.is_under_way,
+            settle=lambda buckets: averager._settle(buckets) if (averager := here()) is not None else None,
+        )
+        weakref.finalize(self, hooks.remove).atexit = False
+
+    def __repr__(self) -> str:
+        engine = self.engine
+        return f"Averager(rank {engine.rank} of {engine.n}, after {self.steps} steps of {self.replica.runner.algorithm})"
+
+    @property
+    def model(self) -> nn.Module:
+        """The module."""
+        return self.replica.model
+
+    @property
+    def engine(self) -> ProcessGroup:
+        """The engine that connects this node to the others."""
+        return self.replica.engine
+
+    @property
+    def steps(self) -> int:
+        """Number of steps taken."""
+        return self.replica.runner.k
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counters: rounds by kind, bytes sent, seconds spent waiting, and the current period."""
+        return self.engine.metrics
+
+    # ---- training ------------------------------------------------------------------------------------------------------------------
+
+    def step(self, loss: Tensor | float | None = None, lr: float | None = None) -> None:
+        """Mix the models. Call it once per optimizer step, on every node, also if GradScaler has skipped the optimizer's step.
+
+        Args:
+            loss: this rank's loss of this step; Gossip-AGA needs it, other methods ignore it.
+            lr: the current learning rate; SlowMo needs it, other methods ignore it.
+        """
+        self.refuse_inside_averaged("step()")
+        with ordinary_tensors():
+            runner = self.replica.runner
+            k = runner.k
+            try:
+                self._step(loss, lr)
+            except FloatingPointError as error:
+                self._rescue_or_raise(error, stacklevel=3)
+                if runner.k == k:  # else the models were mixed before the error was raised
+                    self._step(loss, lr)
+
+    def _step(self, loss: Tensor | float | None, lr: float | None) -> None:
+        if not self._lazy:
+            self.replica.begin(loss, lr)
+            self.replica.settle()
+            return
+        check_lazy(self.model)
+        self.replica.settle()  # the step before may be under way
+        step = self.replica.begin(loss, lr)
+        if self.replica.replaces_buffers(step):  # which the next forward would have updated before they arrive
+            self.replica.settle()
+
+    def settle(self) -> None:
+        """With lazy=True: wait for the messages that step() left in flight, so that you can read the parameters."""
+        self._settle(None)
+
+    @ordinary_tensors()
+    def _settle(self, buckets: int | None) -> None:
+        self.replica.settle(buckets)
+
+    @ordinary_tensors()
+    def finish(self) -> None:
+        """Wait for what is in flight, then average once more: all nodes end with the same model. A collective."""
+        self.refuse_inside_averaged("finish()")
+        self._prepare()
+        self._or_rescue(self.replica.finish)
+
+    def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Yield `batches` for as long as every node has one, so that no node waits for one that has run out. Each batch is a collective.
+
+        Every rank loops over its own batches: `for x, y in averager.join(loader)`. All loops end together, with the shortest. What the
+        others have left is dropped (if you shuffle, it is another part each epoch). Whether all nodes have the next batch is asked while
+        this one trains, so `batches` is one ahead of the loop: a checkpoint inside the loop should count batches, and not save the
+        loader's own state.
+        """
+        end, ahead, node = object(), iter(batches), self.replica.node
+        vote, runner = node.vote(), self.replica.runner
+        following: Any = next(ahead, end)
+        try:
+            vote.ask(node.all_of(following is not end), runner.steps_begun)
+            while vote.is_unanimous():
+                batch, following = following, next(ahead, end)
+                vote.ask(node.all_of(following is not end), runner.steps_begun)
+                yield batch
+        finally:
+            vote.leave()
+
+    # ---- the mean of all nodes -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Let the model hold the mean of all nodes inside the block, to evaluate or save it. A collective.
+
+        After the block, the model has its own values again.
+        """
+        self.refuse_inside_averaged("averaged()")
+        with ordinary_tensors():
+            self._prepare()
+            tensors = self.replica.tensors()
+            own = self._or_rescue(lambda: self._show_mean(tensors))
+        try:
+            self._showing_mean = True
+            yield
+        finally:
+            self._showing_mean = False
+            reshard(self.model)  # FSDP may have gathered the mean inside
+            with ordinary_tensors():
+                _put_back(tensors, own)
+
+    def _show_mean(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Replace the model by the mean of all nodes. Returns what `tensors` held."""
+        own = [t.clone() for t in tensors]
+        try:
+            self.replica.show_mean()
+        except BaseException:
+            _put_back(tensors, own)
+            raise
+        return own
+
+    @ordinary_tensors()
+    def consensus_distance(self) -> float:
+        """Return 1/n sum_i ||x_i - x_bar||^2 of the trained parameters. A collective."""
+        self._prepare()
+        return self.replica.consensus_distance()
+
+    def _prepare(self) -> None:
+        self.replica.settle()
+        self.replica.check_tensors()
+
+    def refuse_inside_averaged(self, what: str) -> None:
+        """Raise RuntimeError inside averaged(), where the model is not this node's own."""
+        if self._showing_mean:
+            raise RuntimeError(
+                f"{what} inside averaged(), where the model is the mean of all nodes: call it after the `with averaged():` block"
+            )
+
+    # ---- models that are not finite ------------------------------------------------------------------------------------------------
+
+    def _or_rescue(self, do: Callable[[], T]) -> T:
+        """Call `do`. With `rescue`, if some node's model is not finite, go on from the mean of the others and call it again."""
+        try:
+            return do()
+        except FloatingPointError as error:
+            self._rescue_or_raise(error, stacklevel=5)  # below contextlib
+            return do()
+
+    def _rescue_or_raise(self, error: FloatingPointError, stacklevel: int) -> None:
+        """Replace all models by the mean of those that are finite. Every rank comes here at the same step."""
+        if self._rescue is None:
+            raise error
+        runner = self.replica.runner
+        runner.abandon()
+        is_finite = runner.is_finite()
+        self.engine.forget_alarm()
+        if runner.take_mean_of(is_finite) == 0:
+            raise error
+        if not is_finite:
+            self._rescue.state.clear()
+            self._rescue.zero_grad()
+            self.metrics.rescues += 1
+            why = str(error).split(";")[0]  # the rest is for runs without rescue
+            warnings.warn(f"node {self.engine.rank} goes on from the mean of the others at step {self.steps}: {why}", stacklevel=stacklevel)
+
+    # ---- state -------------------------------------------------------------------------------------------------------------------
+
+    @ordinary_tensors()
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state, with the messages in flight. Each rank saves its own model and optimizer beside it."""
+        self.replica.settle()
+        return self.replica.state_dict()
+
+    @ordinary_tensors()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from `state`. Build the Averager first, then load model, optimizer and averager."""
+        self.refuse_inside_averaged("load_state_dict()")
+        self.replica.load_state_dict(state)
+
+
+def _put_back(tensors: list[Tensor], values: list[Tensor]) -> None:
+    for t, value in zip(tensors, values, strict=True):
+        t.copy_(value)

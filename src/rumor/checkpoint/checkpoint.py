@@ -1,0 +1,181 @@
+"""save and load: a whole run on disk, each rank in a file of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rumor.averager import Averager
+from rumor.checkpoint.folder import FORMAT, add_entry, file_of, find_entry, free_number, numbered, read, write
+from rumor.checkpoint.random_numbers import random_state, restore_random
+from rumor.model.tensors import is_averaged, is_sharded, ordinary_tensors
+
+T = TypeVar("T")
+
+
+class Stateful(Protocol):
+    """An optimizer, a learning-rate scheduler, a GradScaler, a StatefulDataLoader, ..."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
+
+
+def save(folder: str | Path, averager: Averager, position: Any = None, *, keep: int = 2, **others: Stateful) -> None:
+    """Write the model, the Averager, random numbers and all of `others`, each rank to its own file. A collective.
+
+    A checkpoint counts once every rank's file is on disk. Until then, also if a process dies meanwhile, the checkpoint before it stays the
+    latest. save() refuses what load() would refuse. If one rank can't write, all raise.
+
+    Args:
+        folder: the same on all ranks, on storage that all of them see.
+        averager: the Averager; its model is saved with it.
+        position: where you are in the data, as plain values (epoch, batch): load() returns it. If None, the number of steps taken.
+        keep: how many checkpoints to keep; older ones are removed.
+        others: everything else that has a state: optimizer=opt, scheduler=scheduler, scaler=scaler.
+    """
+    if keep < 1:
+        raise ValueError(f"keep must be at least 1, got keep={keep}")
+    averager.refuse_inside_averaged("rumor.save()")
+    _check_stateful(others)
+    folder = Path(folder)
+    replica, name = averager.replica, f"step-{averager.steps:08d}"
+    name = numbered(name, replica.node.from_first(free_number(folder, name)))
+    state = {
+        "format": FORMAT,
+        "model": averager.model.state_dict(),
+        "averager": averager.state_dict(),
+        "random": random_state(replica.device),
+        "position": averager.steps if position is None else position,
+        "others": {name: other.state_dict() for name, other in others.items()},
+        "kinds": {name: type(other).__name__ for name, other in others.items()},
+    }
+    by_all(averager, partial(write, folder / name / file_of(replica.node.place), state), "writing a checkpoint")
+    entry = {"name": name, "step": averager.steps, "nodes": averager.engine.n, "ranks_of_a_node": replica.node.size}
+    is_first = replica.node.place == (0, 0)
+    by_all(averager, partial(add_entry, folder, entry, keep) if is_first else lambda: None, "noting a checkpoint")
+
+
+def load(folder: str | Path, averager: Averager, *, step: int | None = None, **others: Stateful) -> Any:
+    """Continue from the latest checkpoint in `folder`, and return its `position`. If there is none, return None and change nothing.
+
+    With as many nodes as it was saved with, the rest of the run is bitwise equal to one that was not interrupted. With more or fewer nodes,
+    every node starts from the mean of the saved models, with the optimizer of one of the saved nodes, and the schedule goes on where it
+    was. A collective. Files are read as tensors and plain values: code in them is never run. A checkpoint that does not fit is refused on
+    all ranks, before anything is changed.
+
+    Args:
+        folder: the folder that was given to save().
+        averager: an Averager with the same model and method; its model is loaded, too.
+        step: load the checkpoint after this many steps, instead of the latest.
+        others: everything else that was saved, by the same names.
+    """
+    averager.refuse_inside_averaged("rumor.load()")
+    _check_stateful(others)
+    folder = Path(folder)
+    entry = by_all(averager, partial(find_entry, folder, step), "looking for a checkpoint")
+    found = "none" if entry is None else f"{entry['name']} of {entry['nodes']} nodes"
+    averager.replica.node.meet({f"checkpoint in {folder.name} (is it on storage that all see?)": found}, "looking for a checkpoint")
+    if entry is None:
+        return None
+    state = by_all(averager, partial(_state_for, averager, folder, entry, others), "reading a checkpoint")
+    averager.settle()  # what a lazy step left in flight belongs to the old model
+    averager.model.load_state_dict(state["model"])
+    if entry["nodes"] == averager.engine.n:
+        averager.load_state_dict(state["averager"])
+        restore_random(state["random"], averager.replica.device)
+    else:
+        with ordinary_tensors():
+            averager.replica.continue_schedule(state["averager"])
+    for name, other in others.items():
+        other.load_state_dict(state["others"][name])
+    return state["position"]
+
+
+def by_all(averager: Averager, do: Callable[[], T], doing: str) -> T:
+    """Call `do` on every rank, and return what it returns on this one. If it fails on one rank, all of them raise. A collective."""
+    result, problem = None, None
+    try:
+        result = do()
+    except (OSError, ValueError) as error:
+        problem = error
+    except Exception as error:  # a damaged file can raise anything, and no rank may wait for this one in vain
+        problem = ValueError(f"{doing} failed: {type(error).__name__}: {error}")
+    try:
+        averager.replica.node.meet({f"outcome of {doing}": "done" if problem is None else str(problem)}, doing)
+    except ValueError:
+        if problem is None:
+            raise
+    if problem is not None:
+        raise problem
+    return result  # type: ignore[return-value]
+
+
+# ---- what fits ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_stateful(others: dict[str, Stateful]) -> None:
+    for name, other in others.items():
+        if not (hasattr(other, "state_dict") and hasattr(other, "load_state_dict")):
+            raise TypeError(f"{name}= needs state_dict() and load_state_dict(), as optimizers have them: {type(other).__name__} has none")
+
+
+def _state_for(averager: Averager, folder: Path, entry: dict[str, Any], others: dict[str, Stateful]) -> dict[str, Any]:
+    """Read this rank's own state. With another number of nodes, read that of one node, with the mean of all saved models."""
+    replica = averager.replica
+    if (was := entry["ranks_of_a_node"]) != (now := replica.node.size):
+        raise ValueError(f"{entry['name']} was saved with {was} ranks a node, and this run has {now}: start it with {was}")
+    (node, local_rank), nodes = replica.node.place, entry["nodes"]
+    paths = [folder / entry["name"] / file_of((other, local_rank)) for other in range(nodes)]
+    path = paths[node % nodes]
+    state = read(path)
+    _check_model(averager, state["model"], path)
+    _check_others(state, others, path)
+    if nodes == averager.engine.n:
+        replica.check_state(state["averager"])
+    else:
+        models = [state["model"] if other == path else read(other)["model"] for other in paths]
+        state["model"] = _mean_of(models, dict(averager.model.named_parameters()), path.parent)
+    return state
+
+
+def _check_model(averager: Averager, saved: dict[str, Any], path: Path) -> None:
+    shapes = [{name: getattr(value, "shape", None) for name, value in model.items()} for model in (averager.model.state_dict(), saved)]
+    for name in {**shapes[0], **shapes[1]}:
+        here, there = (str(list(s[name] or ())) if name in s else "none" for s in shapes)
+        if here != there:
+            raise ValueError(f"{path} is of another model: its {name} has shape {there}, and here it has {here}")
+
+
+def _check_others(state: dict[str, Any], others: dict[str, Stateful], path: Path) -> None:
+    if missing := sorted(set(others) - set(state["others"])):
+        raise ValueError(f"{path} has no state of {', '.join(missing)}: it was saved with {', '.join(state['others']) or 'none'}")
+    for name, other in others.items():
+        if (was := state["kinds"][name]) != (now := type(other).__name__):
+            raise ValueError(f"{path} has the state of {name} as a {was}, but it is a {now} here")
+        if isinstance(other, torch.optim.Optimizer):
+            sizes = [[len(group["params"]) for group in groups] for groups in (state["others"][name]["param_groups"], other.param_groups)]
+            if sizes[0] != sizes[1]:
+                raise ValueError(f"{path} has {name} with groups of {sizes[0]} parameters, but they are of {sizes[1]} here")
+
+
+def _mean_of(models: list[dict[str, Tensor]], trained: Collection[str], folder: Path) -> dict[str, Tensor]:
+    """Return the mean of all float values, and the first model's of the rest. Leaves out models that are not finite."""
+    if any(is_sharded(value) for value in models[0].values() if isinstance(value, Tensor)):
+        raise ValueError(f"{folder} has shards of FSDP2: it can only be loaded with as many nodes as it was saved with")
+    averaged = [name for name, value in models[0].items() if isinstance(value, Tensor) and is_averaged(value)]
+    # a buffer that is infinite on every node (a mask, say) is meant to be
+    must_be_finite = [name for name in averaged if name in trained or any(bool(m[name].isfinite().all()) for m in models)]
+    finite = [m for m in models if all(bool(m[name].isfinite().all()) for name in must_be_finite)]
+    if not finite:
+        raise ValueError(f"no node's model in {folder} is finite: go back to an earlier one with rumor.load(..., step=...)")
+    return {name: _mean([m[name] for m in finite]) if name in averaged else first for name, first in finite[0].items()}
+
+
+def _mean(values: list[Tensor]) -> Tensor:
+    wide = torch.promote_types(values[0].dtype, torch.float64)  # complex ones stay so
+    return sum((value.to(wide) for value in values[1:]), values[0].to(wide)).div(len(values)).to(values[0])

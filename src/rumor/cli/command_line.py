@@ -1,0 +1,57 @@
+"""Parses the command line and runs one command.
+
+Wrong input ends with one line, `rumor plan: error: ...`, and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from rumor.cli.demo import add_demo
+from rumor.cli.plan import add_plan
+from rumor.cli.probe import add_probe
+from rumor.cli.topology import add_topology
+from rumor.version import VERSION
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports an error in one line; `--help` explains the rest."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns the exit code."""
+    parser = _Parser(prog="rumor", description="Choose a method, a topology and a period for decentralized training with PyTorch.")
+    parser.add_argument("--version", action="version", version=f"rumor {VERSION}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for add_command in (add_demo, add_plan, add_probe, add_topology):
+        add_command(commands)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without braille characters shows "?" instead of failing
+    options = parser.parse_args(_join_negative_values(sys.argv[1:] if arguments is None else arguments))
+    try:
+        return int(options.run(options))
+    except BrokenPipeError:
+        return 0  # `rumor topology ring -n 64 | head`
+    except (ValueError, ArithmeticError, ImportError, OSError, RuntimeError) as error:  # errors that the user can fix
+        print(f"rumor {options.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _join_negative_values(arguments: Sequence[str]) -> list[str]:
+    """Turns ["--latency", "-5ms"] into ["--latency=-5ms"]. Otherwise argparse takes "-5ms" for an option, and its error is misleading."""
+    joined: list[str] = []
+    for argument in arguments:
+        if joined and joined[-1].startswith("--") and "=" not in joined[-1] and re.match(r"-\.?\d", argument):
+            joined[-1] += f"={argument}"
+        else:
+            joined.append(argument)
+    return joined

@@ -1,0 +1,10 @@
+"""Engines: they carry models between nodes.
+
+`rumor.engines` has the interface and the stacked engine. `rumor.engines.processes` is the engine of real processes, and the only package
+that imports torch.distributed.
+"""
+
+from rumor.engines.engine import Buckets, Buffer, Engine, Lerp, Mixed, Pending, copy_all, gossip_all
+from rumor.engines.stacked import Stacked, StackedBuckets
+
+__all__ = ["Buckets", "Buffer", "Engine", "Lerp", "Mixed", "Pending", "Stacked", "StackedBuckets", "copy_all", "gossip_all"]

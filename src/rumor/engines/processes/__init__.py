@@ -1,0 +1,13 @@
+"""The engine of real processes. No other package imports torch.distributed.
+
+transport       one torch.distributed group: sends, receives, waits, and errors that say who is lost
+liveness        finds out which peer is lost
+handshake       all ranks compare their set-up before the first step
+message         a bucket with a head in front
+alarm           keeps a model that is not finite from spreading
+channel         the memory of one bucket (gpu_staging: of one on a GPU whose messages travel from host memory)
+pending         messages in flight: gossip and sums
+process_group   the engine
+local_group     a node of several ranks (local_shard: the part of the model that one of them exchanges)
+join            a vote whether every node has another batch
+"""

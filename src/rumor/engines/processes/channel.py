@@ -1,0 +1,70 @@
+"""Channel: the memory of one bucket: what it sends, what each neighbour sends, and the sum over all nodes."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+from torch import Tensor
+
+from rumor.engines.engine import Buffer, FiniteCheck, accumulator, sum_of_squares
+from rumor.engines.processes.alarm import Alarm
+from rumor.engines.processes.gpu_staging import Staging
+from rumor.engines.processes.message import Message
+from rumor.engines.processes.transport import Work
+
+
+class Channel(Buffer):
+    """A bucket's buffer between real processes.
+
+    Attributes:
+        tensor: what a method packs and mixes: the payload of `out`, or its twin on a GPU if there is `staging`.
+        out: the message that goes out.
+        tag: the tag of its messages.
+        expected: receives that were posted ahead of their step, by sender.
+        owed: neighbours that have posted a receive ahead for a message of this node.
+        task: the last task that the copy thread was given for this bucket.
+    """
+
+    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, tag: int, staging: Staging | None = None):
+        self.tag, self.staging = tag, staging
+        self._shape = (d, dtype, device, staging is not None)
+        self.out = Message(*self._shape)
+        super().__init__(self.out.payload if staging is None else staging.packed)
+        self._inbox: list[Message] = []
+        self.expected: dict[int, tuple[Message, Work]] = {}
+        self.owed: set[int] = set()
+        self.task: Future[None] | None = None
+        self._total: Message | None = None
+
+    def inbox(self, count: int) -> list[Message]:
+        """Return memory for `count` messages, apart from those that are expected."""
+        free = list(self._inbox)
+        for message, _ in self.expected.values():
+            free.remove(message)
+        while len(free) < count:
+            free.append(Message(*self._shape))
+            self._inbox.append(free[-1])
+        return free[:count]
+
+    def total(self, length: int) -> Message:
+        """Return memory for a sum over all nodes, of this bucket and those that go with it. Its head has the dtype of the sum."""
+        if self._total is None or len(self._total.payload) != length:
+            _, dtype, device, pinned = self._shape
+            self._total = Message(length, accumulator(dtype), device, pinned, head=accumulator(dtype))
+        return self._total
+
+    def start_copy_to_host(self, check: FiniteCheck = sum_of_squares) -> None:
+        """Start to copy the bucket to `out`, if it is on a GPU and `out` is not."""
+        if self.staging is not None:
+            self.staging.to_host(self.out.payload, check)
+
+    def write_head(self, alarm: Alarm, node: int, k: int, scalars: Tensor | None, check: FiniteCheck = sum_of_squares) -> None:
+        """Prepare `out` for sending."""
+        alarm.write(self.out, check(self.out.payload) if self.staging is None else self.staging.size, node, k)
+        if scalars is not None:
+            self.out.scalars(scalars.numel()).copy_(scalars)
+
+    def received(self, place: int, message: Message) -> Tensor:
+        """Return the payload of a message that has arrived, on the device of `tensor`."""
+        return message.payload if self.staging is None else self.staging.to_device(place, message.payload)

@@ -1,0 +1,62 @@
+"""Message: how a message lies in memory: a head of a few numbers, then a bucket.
+
+`FlatBuckets.read` (model/buckets.py) packs the bucket, `Channel.write_head` fills in the head of a message to a neighbour, and
+`Message.write_sum_head` that of a sum over all nodes.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+from torch import Tensor
+
+# A head is [size, alarm, scalars ..., step]: `size` is finite only if the payload is, alarm.py explains the second number. On GPUs the
+# step is left out, because the host would have to wait for the device to compare it.
+HEAD = 8  # numbers; 64 bytes of float64 keep the payload aligned
+MOST_SCALARS = HEAD - 3
+EXACT_IN_FLOAT32 = 2**24  # whole numbers up to here
+
+
+class Message:
+    """One block of memory: head, then payload. The head is float64 whatever the dtype of the bucket is, except for a sum's."""
+
+    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, pinned: bool = False, head: torch.dtype = torch.float64):
+        in_front = HEAD * head.itemsize // dtype.itemsize
+        self.whole = torch.zeros(in_front + d, dtype=dtype, device=device, pin_memory=pinned)
+        self.head = self.whole[:in_front].view(head)
+        self.payload = self.whole[in_front:]
+        # the same memory, which the host can read and write without the cost of a tensor operation
+        self.on_host = self.head.numpy() if device.type == "cpu" else None
+
+    def scalars(self, count: int) -> Tensor:
+        """Return the place of `count` scalars in the head."""
+        if count > MOST_SCALARS:
+            raise ValueError(f"a message carries at most {MOST_SCALARS} scalars, got {count}: put more of them into a bucket")
+        return self.head[2 : 2 + count]
+
+    def write_sum_head(self, alarmed: Tensor, doing: str, n: int) -> None:
+        """Fill in the head of a sum over n nodes: [label, alarmed, scalars ..., label squared]; the label stands for what is done."""
+        # a label so small that squares and sums over n nodes are exact in float32
+        label = zlib.crc32(doing.encode()) % min(251, 1 + math.isqrt((EXACT_IN_FLOAT32 - 1) // n))
+        self.head.zero_()
+        self.head[:1].fill_(label)
+        self.head[1:2].copy_(alarmed)
+        self.head[-1:].fill_(label**2)
+
+
+def labels_agree(head: list[float], n: int) -> bool:
+    """Return whether all n nodes had the same label, from the head of their sum.
+
+    Labels are all the same if and only if their variance is 0, so n times the sum of squares is the square of the sum. Both are whole
+    numbers, exactly.
+    """
+    return abs(n * head[-1] - head[0] ** 2) < 0.5
+
+
+def out_of_step(node: int, there: float, here: float) -> RuntimeError:
+    return RuntimeError(
+        f"nodes are out of step: node {node} sent its message of step {there:.0f}, but this node is at step {here:.0f}. Every rank must "
+        "call step() equally often, also one with fewer batches, and go on from a checkpoint of the same step"
+    )

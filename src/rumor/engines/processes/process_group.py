@@ -1,0 +1,200 @@
+"""ProcessGroup: the engine of real processes, with one node for each rank of a torch.distributed group."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rumor.engines.engine import Buffer, FiniteCheck, Pending, sum_of_squares
+from rumor.engines.processes.alarm import Alarm, DeviceAlarm
+from rumor.engines.processes.channel import Channel
+from rumor.engines.processes.gpu_staging import CopyThread, Staging
+from rumor.engines.processes.pending import AllReduce, BucketMean, Gossip, Links, post_receives, sums_of
+from rumor.engines.processes.transport import Group, GroupRef, Transport, default_group, keep_unclaimed
+from rumor.metrics import Metrics
+from rumor.topology import Topology
+
+
+class ProcessGroup:
+    """Node `rank` of `n`, with the collectives of `Engine`.
+
+    Args:
+        group: the torch.distributed group across nodes; the default group if None.
+        local_group: the ranks inside this node, if a node is several ranks.
+
+    Attributes:
+        transport: sends messages to the other nodes.
+        local: sends messages to the other ranks of this node; None if a node is one rank.
+        alarm: whether a model was not finite.
+    """
+
+    def __init__(self, group: Group | None = None, local_group: Group | None = None):
+        self.metrics = Metrics()
+        self.transport = Transport(group, self.metrics)
+        if local_group is not None and group is None:
+            raise ValueError("local_group= (the ranks inside this node) needs group= too: one rank of each node, this one among them")
+        self.local = None if local_group is None else Transport(local_group, self.metrics, called="local rank")
+        self.n, self.rank, self.device = self.transport.n, self.transport.rank, self.transport.device
+        self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+        self._links: dict[tuple[Topology, int], Links] = {}
+        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._copy_threads: dict[torch.device, CopyThread] = {}
+        self.forget_alarm()
+
+    @property
+    def group(self) -> Group:
+        """The torch.distributed group across nodes."""
+        return self.transport.group
+
+    # ---- collectives -----------------------------------------------------------------------------------------------------------
+
+    def gossip(self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
+        channel, links = self._channel(x), self._links_of(topology, k)
+        gossip = Gossip(self.transport, self.alarm, channel, links, k, scalars, own, self._scratch)
+        channel.start_copy_to_host()
+        if channel.staging is None:
+            gossip.post()
+        else:
+            channel.task = channel.staging.thread.after(channel.staging.copied, gossip.post)
+        self.transport.track(channel.tag, gossip.works, channel)
+        self.metrics.bytes_sent += len(links.send) * channel.out.whole.nbytes
+        return gossip
+
+    def mean(
+        self,
+        xs: Sequence[Buffer | Tensor],
+        k: int,
+        scalars: Tensor | None = None,
+        *,
+        doing: str = "averaging globally",
+        finite_check: FiniteCheck | None = sum_of_squares,
+    ) -> list[Pending]:
+        channels = [self._channel(x) for x in xs]
+        for channel in channels:
+            channel.start_copy_to_host(finite_check or sum_of_squares)
+        for channel in channels:
+            if channel.staging is not None:
+                channel.staging.copied.synchronize()
+            if finite_check is not None:  # this head is not sent: it raises the alarm, which the head of the sum carries
+                channel.write_head(self.alarm, self.rank, k, None, finite_check)
+        pending: list[Pending] = []
+        for some in sums_of(channels):
+            first = scalars if not pending else None
+            total = AllReduce(self.transport, self.alarm, some, f"{doing} at step {k}", first, raises=self.local is None)
+            total.post()
+            self.transport.track(some[0].tag, total.works, some[0])
+            self.metrics.bytes_sent += 2 * (self.n - 1) * total.message.whole.nbytes // self.n
+            pending += [BucketMean(total, place) for place in range(len(some))]
+        return pending
+
+    def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        links = self._links_of(topology, k)
+        return self.full(links.kept_32 if dtype == torch.float32 else links.own)
+
+    def full(self, value: float) -> Tensor:
+        return torch.full((1,), value, dtype=torch.float64, device=self.device)
+
+    # ---- memory ------------------------------------------------------------------------------------------------------------------
+
+    def allocate(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Channel:
+        from_host = self.transport.sends_from_host
+        staging = Staging(shape.numel(), dtype, device, self._copy_thread(device)) if from_host and device.type == "cuda" else None
+        channel = Channel(shape.numel(), dtype, self.device if from_host else device, self.transport.new_tag(), staging)
+        self._channels.add(channel)
+        weakref.finalize(channel, _keep_expected, self.transport.group_ref, channel.expected).atexit = False
+        return channel
+
+    def _copy_thread(self, device: torch.device) -> CopyThread:
+        if device not in self._copy_threads:
+            self._copy_threads[device] = CopyThread(device)
+        return self._copy_threads[device]
+
+    def _channel(self, x: Buffer | Tensor) -> Channel:
+        """Return the channel of a buffer. A tensor from elsewhere, such as a slice of a buffer, is copied into a channel of its own."""
+        if isinstance(x, Channel):
+            return x
+        given = x.tensor if isinstance(x, Buffer) else x
+        channel = self.allocate(given.shape, given.dtype, self.device if self.transport.sends_from_host else given.device)
+        channel.tensor.copy_(given.reshape(-1))
+        return channel
+
+    def _links_of(self, topology: Topology, k: int) -> Links:
+        key = (topology, k % topology.period)
+        links = self._links.get(key)
+        if links is None:
+            if topology.n != self.n:
+                raise ValueError(f"{topology} is for n={topology.n} nodes, but the group has {self.n}")
+            links = self._links[key] = Links.of(topology, k, self.transport)
+        return links
+
+    # ---- receives that are posted ahead of their step --------------------------------------------------------------------------
+
+    def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int) -> None:
+        """Post the receives of step k ahead. What is expected from a neighbour at one step can be used at any later one."""
+        if not self.transport.sends_from_host:  # NCCL needs receives together with sends
+            return
+        links = self._links_of(topology, k)
+        doing = f"preparing to gossip at step {k} with node {links.names()}"
+        for channel in buffers:
+            if isinstance(channel, Channel):
+                post = partial(self.transport.call, partial(post_receives, self.transport, channel, links, ahead=True), doing)
+                if channel.staging is None:
+                    post()
+                else:
+                    channel.task = channel.staging.thread.after(channel.staging.landed, post)
+
+    def complete_receives(self, k: int) -> None:
+        """Send the messages that neighbours have posted receives for, and receive theirs, which nobody will use.
+
+        A neighbour is in `expected` here if and only if this node is in `owed` there: posting ahead adds both, and gossip removes both.
+        """
+        doing = f"completing the receives that were posted for step {k}"
+        channels = sorted(self._channels, key=lambda channel: channel.tag)  # in the same order on all nodes
+        for channel in channels:
+            if channel.task is not None:
+                channel.task.result()
+            works = self.transport.call(partial(self.transport.send, channel.out.whole, sorted(channel.owed), channel.tag), doing)
+            self.metrics.bytes_sent += len(channel.owed) * channel.out.whole.nbytes
+            channel.owed.clear()
+            self.transport.wait([*(work for _, work in channel.expected.values()), *works], doing)
+            channel.expected.clear()
+
+    # ---- models that are not finite ----------------------------------------------------------------------------------------------
+
+    def forget_alarm(self) -> None:
+        """Start without an alarm, for a run that goes on from a checkpoint."""
+        self.alarm = Alarm(self.n) if self.transport.sends_from_host else DeviceAlarm(self.n, self.device)
+
+    def raise_settled_alarm(self) -> None:
+        """Raise if a global round found some part of a model not finite. Waits for the device, as global rounds do."""
+        alarm = self.alarm.wait_for_settled()
+        if alarm < math.inf:
+            raise self.alarm.error(alarm)
+
+    def raise_alarm(self, k: int, topology: Topology) -> None:
+        """Raise if a model was not finite and the news has had time to reach all nodes, which then raise at this same step."""
+        alarm = self.alarm.look()
+        if self.alarm.settled < math.inf:
+            raise self.alarm.error(self.alarm.settled)
+        if alarm < math.inf and topology.reach is not None and k >= alarm // self.n + topology.reach:
+            raise self.alarm.error(alarm)
+
+
+def _keep_expected(group: GroupRef, expected: dict[int, Any]) -> None:
+    """Keep the memory of posted receives, whose messages may never come."""
+    if expected:
+        keep_unclaimed(group, [([work], message) for message, work in expected.values()])
+
+
+@contextmanager
+def joined(backend: str, timeout: float, **rendezvous: Any) -> Iterator[ProcessGroup]:
+    """Join the group of the processes that torchrun has started (else give init_method, rank, world_size). All leave together."""
+    with default_group(backend, timeout, **rendezvous):
+        yield ProcessGroup()

@@ -1,0 +1,217 @@
+"""The stacked engine: all n nodes in one process, as rows of one tensor."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rumor.engines.engine import NO_SCALARS, Buffer, FiniteCheck, Lerp, Mixed, Pending, accumulator, sum_of_squares, tensor_of
+from rumor.metrics import Metrics
+from rumor.topology import Topology
+from rumor.topology.matrix import Matrix
+
+
+class StackedBuckets:
+    """Stacked tensors [..., n, d_b] as buckets: read and written where they are."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.finite_check: FiniteCheck | None = sum_of_squares
+        self._live = [Buffer(x) for x in tensors]
+        self._copies: list[Buffer | None] = [None] * len(self._live)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def read(self, b: int) -> Buffer:
+        return self._live[b]
+
+    def copy(self, b: int) -> Buffer:
+        live, copy = self._live[b].tensor, self._copies[b]
+        if copy is None:
+            copy = self._copies[b] = Buffer(torch.empty_like(live))
+        copy.tensor.copy_(live)
+        return copy
+
+    def peek(self, b: int) -> Tensor:
+        return self._live[b].tensor
+
+    def write(self, b: int, value: Tensor) -> None:
+        self._live[b].tensor.copy_(value)
+
+    def lerp(self, b: int, lerp: Lerp, sent: Tensor | None = None) -> None:
+        x = self._live[b].tensor
+        end, weight, _ = lerp.guarded(x if sent is None else sent)
+        if sent is not None:
+            x.add_(end - sent, alpha=weight)
+        elif weight == 1:
+            x.copy_(end)
+        else:
+            x.lerp_(end.to(x.dtype).expand_as(x), weight)
+
+
+class Stacked:
+    """The engine that has all n nodes in this process.
+
+    Models are `[..., n, d]`, and a gossip step is one sparse product, O(n degree d).
+
+    >>> import rumor
+    >>> Stacked(4).gossip(torch.eye(4), rumor.ring(4), k=0).wait().x[0]
+    tensor([0.3333, 0.3333, 0.0000, 0.3333])
+    """
+
+    def __init__(self, n: int, device: torch.device | str = "cpu"):
+        self.n = n
+        self.device = torch.device(device)
+        self.metrics = Metrics()
+        # without MKL, torch has no sparse product on a CPU
+        self._use_csr = self.device.type == "cuda" or (self.device.type == "cpu" and torch._C.has_mkl)
+        self._operators: dict[object, _Operator] = {}
+        self._scratch: dict[object, Tensor] = {}
+
+    def gossip(self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
+        x = tensor_of(x)
+        operator = self._operator(topology, k % topology.period, own, self._trials(x), x)
+        self.metrics.bytes_sent += operator.links * x.shape[-1] * x.element_size() // self.n
+        weights = None if scalars is None else self._operator(topology, k % topology.period, own, self._trials(scalars), scalars)
+        return _Product(self, operator, x, weights, scalars)
+
+    def mean(
+        self,
+        xs: Sequence[Buffer | Tensor],
+        k: int,
+        scalars: Tensor | None = None,
+        *,
+        doing: str = "averaging globally",
+        finite_check: FiniteCheck | None = sum_of_squares,
+    ) -> list[Pending]:
+        tensors = [tensor_of(x) for x in xs]
+        for x in tensors:
+            self._trials(x)
+            self.metrics.bytes_sent += 2 * (self.n - 1) * x.shape[-1] * x.element_size() // self.n
+        return [_Mean(x, None if place else scalars) for place, x in enumerate(tensors)]
+
+    def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return self._operator(topology, k % topology.period, False, 1, self.full(0.0).to(dtype)).kept
+
+    def full(self, value: float) -> Tensor:
+        return torch.full((self.n, 1), value, dtype=torch.float64, device=self.device)
+
+    def allocate(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Buffer:
+        return Buffer(torch.empty(shape, dtype=dtype, device=device))
+
+    def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int) -> None:
+        """Do nothing: all nodes are here."""
+
+    def complete_receives(self, k: int) -> None:
+        """Do nothing: all nodes are here."""
+
+    def _trials(self, x: Tensor) -> int:
+        if x.dim() < 2 or x.shape[-2] != self.n:
+            raise ValueError(f"Stacked({self.n}) takes tensors [..., {self.n}, d], got {list(x.shape)}")
+        return x.shape[:-2].numel()
+
+    def _operator(self, topology: Topology, phase: int, own: bool, trials: int, x: Tensor) -> _Operator:
+        key = (topology, phase, own, trials, x.dtype, x.device)
+        if key not in self._operators:
+            if topology.n != self.n:
+                raise ValueError(f"{topology} is for n={topology.n} nodes, but the engine has {self.n}")
+            build = _Csr if self._use_csr else _Gather
+            self._operators[key] = build(topology.matrix(phase), own, trials, accumulator(x.dtype), x.device)
+        return self._operators[key]
+
+    def _scratch_like(self, x: Tensor) -> Tensor:
+        key = (x.shape, accumulator(x.dtype), x.device)
+        if key not in self._scratch:
+            self._scratch[key] = torch.zeros_like(x, dtype=accumulator(x.dtype), memory_format=torch.contiguous_format)
+        return self._scratch[key]
+
+
+class _Operator(ABC):
+    """A mixing matrix, prepared for tensors [..., n, d] of one dtype."""
+
+    def __init__(self, W: Matrix, own: bool, trials: int, dtype: torch.dtype, device: torch.device):
+        rows, columns, weights = (torch.from_numpy(part) for part in W.triplets())
+        is_own = rows == columns
+        self.links = int((~is_own).sum())
+        # rounded weights must still sum to 1, or the mean would drift: each node's own weight makes up for the rounding of the others
+        rounding = torch.where(is_own, 0.0, weights - weights.to(dtype).double())
+        lost = torch.zeros(W.n, dtype=torch.float64).index_add_(0, rows, rounding)
+        # a node keeps what it does not push: W[i, i], and the rounding of the shares that it pushes
+        self.kept = torch.zeros(W.n, dtype=torch.float64).index_add_(0, columns, torch.where(is_own, weights, rounding))[:, None].to(device)
+        used = torch.where(is_own, weights + lost[rows], weights).to(dtype)
+        keep = slice(None) if own else ~is_own
+        self.build(W.n, rows[keep], columns[keep], used[keep], trials, device)
+
+    @abstractmethod
+    def build(self, n: int, rows: Tensor, columns: Tensor, weights: Tensor, trials: int, device: torch.device) -> None: ...
+
+    @abstractmethod
+    def apply(self, x: Tensor, out: Tensor) -> Tensor: ...
+
+
+class _Csr(_Operator):
+    """A block-diagonal sparse matrix with one copy of W for each trial, so that all trials are one product."""
+
+    def build(self, n: int, rows: Tensor, columns: Tensor, weights: Tensor, trials: int, device: torch.device) -> None:
+        starts = torch.searchsorted(rows, torch.arange(n))
+        trial = torch.arange(trials)[:, None]
+        pointers = torch.cat([(starts + trial * len(rows)).flatten(), torch.tensor([trials * len(rows)])])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sparse")  # torch warns that its CSR format is in beta
+            self.W = torch.sparse_csr_tensor(
+                pointers, (columns + trial * n).flatten(), weights.repeat(trials), (trials * n, trials * n), check_invariants=True
+            ).to(device)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        rows = x.shape[:-1].numel(), x.shape[-1]  # [trials n, d]
+        flat, flat_out = x.reshape(rows).to(out.dtype), out.view(rows)
+        torch.addmm(flat_out, self.W, flat, beta=0, out=flat_out)
+        return out
+
+
+class _Gather(_Operator):
+    """A sum over neighbours, with rows padded to the largest degree. Used where torch has no sparse product."""
+
+    def build(self, n: int, rows: Tensor, columns: Tensor, weights: Tensor, trials: int, device: torch.device) -> None:
+        slot = torch.arange(len(rows)) - torch.searchsorted(rows, rows)
+        degree = int(slot.max()) + 1 if len(slot) else 0
+        self.columns = torch.zeros(degree, n, dtype=torch.int64)
+        self.weights = torch.zeros(degree, n, 1, dtype=weights.dtype)
+        self.columns[slot, rows], self.weights[slot, rows, 0] = columns, weights
+        self.columns, self.weights = self.columns.to(device), self.weights.to(device)
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        out.zero_()
+        for columns, weights in zip(self.columns, self.weights, strict=True):
+            out.addcmul_(x.index_select(-2, columns).to(out.dtype), weights)
+        return out
+
+
+@dataclass
+class _Product(Pending):
+    engine: Stacked
+    operator: _Operator
+    x: Tensor
+    weights: _Operator | None
+    scalars: Tensor | None
+
+    def wait(self) -> Mixed:
+        mixed = self.operator.apply(self.x, self.engine._scratch_like(self.x))
+        if self.scalars is None or self.weights is None:
+            return Mixed(mixed, NO_SCALARS)
+        return Mixed(mixed, self.weights.apply(self.scalars, torch.zeros_like(self.scalars)))
+
+
+@dataclass
+class _Mean(Pending):
+    x: Tensor
+    scalars: Tensor | None
+
+    def wait(self) -> Mixed:
+        mean = self.x.mean(dim=-2, keepdim=True, dtype=accumulator(self.x.dtype))  # [..., 1, d]
+        return Mixed(mean, NO_SCALARS if self.scalars is None else self.scalars.mean(dim=-2, keepdim=True))

@@ -1,0 +1,239 @@
+"""The interface of a method: what the Averager and the Simulator need to run it.
+
+Every method is one recursion on the stacked models X = [x_1 ... x_n]:
+
+    x_i^(k+1/2) = the local optimizer's step of node i
+    X^(k+1)     = M_k X^(k+1/2)        M_k = W_k (gossip),  J = 11'/n (global average)  or  I (nothing)
+
+A step goes in one direction: decide, send, receive, write. What it does is decided once, on the host, from numbers that are equal on
+every node. Then models are sent, received and written bucket by bucket, by whichever engine runs the method.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from rumor.engines import Buckets, Buffer, Engine, Pending
+from rumor.schedule import Schedule, ScheduleState
+from rumor.topology import Topology
+
+Kind = Literal["gossip", "global", "none"]
+Builder = Callable[[int], Topology]  # rumor.ring and the like: the topology for n nodes
+Self = TypeVar("Self", bound="Algorithm")
+
+
+class Step(NamedTuple):
+    """One step, as decided before anything is sent.
+
+    Attributes:
+        k: the number of the step, from 0.
+        kind: "gossip", "global" (average over all nodes) or "none".
+        loss: the loss of this step, [*nodes, 1] in float64, if the method needs it.
+        lr: the learning rate, if the method needs it.
+    """
+
+    k: int
+    kind: Kind
+    loss: Tensor | None = None
+    lr: float | None = None
+
+
+class Nodes(NamedTuple):
+    """The nodes that this process has (one, or all n on the stacked engine): model, float buffers, and the engine between nodes."""
+
+    x: Buckets
+    buffers: Buckets
+    engine: Engine
+
+
+@dataclass
+class InFlight:
+    """Messages in flight.
+
+    Attributes:
+        sent: the buckets that were sent.
+        pending: what will come of them, by bucket.
+        buffers: the averages of the float buffers, at a global round.
+        loss: the message whose scalars are the average loss, at a global round.
+        relayed: whether received models are sent on (average_rounds).
+    """
+
+    sent: list[Buffer] = field(default_factory=list)
+    pending: list[Pending] = field(default_factory=list)
+    buffers: list[Pending] = field(default_factory=list)
+    loss: Pending | None = None
+    relayed: bool = False
+
+
+@dataclass
+class State:
+    """Everything that a method remembers between steps. `state_dict()` saves all of it except `send_buffers`.
+
+    Attributes:
+        schedule: the state of the schedule; its k counts the steps.
+        buckets: tensors that a method keeps for each bucket (SlowMo's u, push-sum's x).
+        scalars: numbers that it keeps for each node, [*nodes, 1].
+        in_flight: messages that the coming step will use (delay=1).
+        send_buffers: memory for sending that the method has allocated.
+    """
+
+    schedule: ScheduleState
+    buckets: dict[str, list[Tensor]] = field(default_factory=dict)
+    scalars: dict[str, Tensor] = field(default_factory=dict)
+    in_flight: InFlight | None = None
+    send_buffers: list[Buffer] = field(default_factory=list)
+
+
+class Algorithm(ABC):
+    """A method. It is a value (a frozen dataclass): everything that changes is in the State.
+
+    Attributes:
+        topology: the topology, or, until `bind(n)`, a function that builds it for n nodes.
+        schedule: which steps average globally.
+        delay: 1 if a message travels during the next step.
+    """
+
+    topology: Topology
+    schedule: Schedule
+    delay: int = 0
+
+    @property
+    def needs_loss(self) -> bool:
+        """Whether `step(loss)` must be given the loss."""
+        return False
+
+    @property
+    def needs_lr(self) -> bool:
+        """Whether `step(loss, lr=...)` must be given the learning rate."""
+        return False
+
+    def bind(self: Self, n: int) -> Self:
+        """Return this method for n nodes: builds the topology if it is a builder, and checks its size if it is not.
+
+        >>> import rumor
+        >>> rumor.gossip_sgd(rumor.ring).bind(8).topology
+        ring(8)
+        """
+        if not isinstance(self.topology, Topology):
+            topology = topology_or_builder(self.topology)(n)
+            if not isinstance(topology, Topology):
+                raise TypeError(f"{self.topology!r} must build a rumor.Topology for n nodes, but returned {topology!r}")
+            bound: Self = replace(self, topology=topology)
+            return bound.bind(n)
+        if self.topology.n != n:
+            raise ValueError(f"this topology is for n={self.topology.n} nodes, but the group has {n}: {_how_to_fit(self.topology, n)}")
+        return self
+
+    def start(self, nodes: Nodes) -> State:
+        """Return the state before the first step. All nodes have the same model then."""
+        return State(self.schedule.start())
+
+    def kind(self, state: State) -> Kind:
+        """Return what the coming step does. It may depend only on numbers that are equal on every node."""
+        if self.schedule.is_global(state.schedule):
+            return "global"
+        return "gossip" if self.topology.has_links else "none"
+
+    def decide(self, state: State, loss: Tensor | None = None, lr: float | None = None) -> Step:
+        """Decide the coming step. A method that needs the learning rate overrides this, and raises ValueError if it was not given."""
+        if not self.needs_loss:
+            loss = None
+        elif loss is None:
+            raise ValueError(f"{type(self).__name__} needs the loss: call step(loss) with this step's loss")
+        return Step(state.schedule.k, self.kind(state), loss, lr)
+
+    @abstractmethod
+    def begin(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
+        """Send what this step sends, and return an iterator that receives and writes.
+
+        The iterator yields the number of each bucket that has been written, and must be run to its end. It then advances `state.schedule`.
+        """
+
+    def step(self, nodes: Nodes, state: State, loss: Tensor | None = None, lr: float | None = None) -> Step:
+        """Run one whole step, and return what it was."""
+        step = self.decide(state, loss, lr)
+        for _ in self.begin(step, nodes, state):
+            pass
+        return step
+
+    def share(self, nodes: Nodes, b: int, state: State) -> Tensor:
+        """Return what this node contributes to the mean of all models, for bucket b."""
+        return nodes.x.peek(b)
+
+    def finish(self, nodes: Nodes, state: State) -> None:
+        """Wait for what is in flight and drop it (it would not change the mean), then average once more."""
+        wait_for(state.in_flight)
+        state.in_flight = None
+        average(nodes.x, nodes.engine, state.schedule.k)
+        average(nodes.buffers, nodes.engine, state.schedule.k)
+
+
+class _NamedBuilder:
+    """A builder with the repr of a topology, so that an unbound method prints well: `ring`, and not `<function ring at 0x...>`."""
+
+    def __init__(self, build: Builder):
+        self._build = build
+
+    def __call__(self, n: int) -> Topology:
+        return self._build(n)
+
+    def __repr__(self) -> str:
+        return getattr(self._build, "__name__", repr(self._build))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _NamedBuilder) and self._build == other._build
+
+    def __hash__(self) -> int:
+        return hash(self._build)
+
+
+def topology_or_builder(given: Any) -> Any:
+    """Check what a method was given as its topology."""
+    if isinstance(given, Topology | _NamedBuilder):
+        return given
+    if callable(given):
+        return _NamedBuilder(given)
+    raise TypeError(f"topology must be what rumor.ring(n) and its like return, or a builder such as rumor.ring, got {given!r}")
+
+
+def describe(algorithm: Algorithm) -> str:
+    """Return what ranks and checkpoints compare: the repr, without the addresses of functions, which differ from process to process."""
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(algorithm))
+
+
+def check_algorithm(algorithm: object) -> None:
+    if not isinstance(algorithm, Algorithm):
+        raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {algorithm!r}")
+
+
+def _how_to_fit(topology: Topology, n: int) -> str:
+    how = topology.name.split("(")[0]
+    if how == "isolated":
+        return "use local_sgd(H=...), which fits any number of nodes"
+    if how == "complete":
+        return f"use parallel_sgd(), which fits any number of nodes, or complete({n})"
+    if "<" in topology.name:
+        return f"build it for {n} nodes"
+    return f"build it with {how}({n}), or pass rumor.{how} itself, which fits any number of nodes"
+
+
+def wait_for(in_flight: InFlight | None, or_fail: bool = True) -> None:
+    """Wait for all messages. With or_fail=False, ignore models that are not finite, because nobody will use them."""
+    if in_flight is not None:
+        for message in (*in_flight.pending, *in_flight.buffers, *([in_flight.loss] if in_flight.loss else [])):
+            with nullcontext() if or_fail else suppress(FloatingPointError):
+                message.wait()
+
+
+def average(x: Buckets, engine: Engine, k: int) -> None:
+    """x <- J x, at the end of training."""
+    pending = engine.mean([x.read(b) for b in range(len(x))], k, doing="in finish()", finite_check=x.finite_check)
+    for b, message in enumerate(pending):
+        x.write(b, message.wait().x)

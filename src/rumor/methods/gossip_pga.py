@@ -1,0 +1,199 @@
+"""Gossip-PGA and Gossip-AGA (Algorithms 1 and 2 of the paper), and the methods that are special cases of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rumor.engines import Buckets, Buffer, Lerp, Pending, gossip_all
+from rumor.methods.algorithm import Algorithm, Builder, InFlight, Nodes, State, Step, topology_or_builder
+from rumor.schedule import Adaptive, Never, Periodic, Schedule, check_whole
+from rumor.topology import Topology, complete, isolated
+
+
+@dataclass(frozen=True)
+class GossipPGA(Algorithm):
+    """Gossip over `topology` at every step, and a global average where `schedule` says so.
+
+        delay = 0:  x^(k+1) = M_k x^(k+1/2)                                   (Algorithm 1)
+        delay = 1:  x^(k+1) = x^(k+1/2) + (M_k - I) x^(k)                     (x^(k) travels while step k computes)
+
+    `average_rounds` = m replaces the all-reduce of a global round by m gossip steps, M_k = W_(k+m-1) ... W_k.
+    """
+
+    topology: Topology
+    schedule: Schedule
+    delay: int = 0
+    average_rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "topology", topology_or_builder(self.topology))
+        if self.delay not in (0, 1):
+            raise ValueError(f"delay must be 0 or 1 (an older message diverges), got delay={self.delay!r}")
+        if self.average_rounds is not None:
+            check_whole("average_rounds", self.average_rounds, 1)
+        if isinstance(self.topology, Topology):
+            self._check_topology()
+
+    def _check_topology(self) -> None:
+        if self.topology.push_only:
+            raise ValueError(f"{self.topology} is column stochastic: only osgp can use it; from_networkx(graph) gives symmetric weights")
+        if self.average_rounds is not None and not self.topology.has_links:
+            raise ValueError(f"average_rounds={self.average_rounds} on {self.topology}: without links, gossip can't average")
+
+    @property
+    def needs_loss(self) -> bool:
+        return self.schedule.needs_loss
+
+    def decide(self, state: State, loss: Tensor | None = None, lr: float | None = None) -> Step:
+        if not self.schedule.needs_loss:
+            loss = None
+        elif loss is None:
+            raise ValueError("Gossip-AGA adapts its period to the loss: call step(loss) with this step's loss")
+        return Step(state.schedule.k, self.kind(state), loss, lr)
+
+    def begin(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
+        if self.delay == 0:
+            state.in_flight = self.send(step, nodes)
+            return self.receive(step, nodes, state)
+        return self.receive_then_send(step, nodes, state)
+
+    def receive_then_send(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
+        """Use the messages that were sent a step ago, then send those of the coming step, with the loss of this one."""
+        yield from self.receive(step, nodes, state)
+        state.in_flight = self.send(self.decide(state, step.loss, step.lr), nodes)
+
+    def send(self, step: Step, nodes: Nodes) -> InFlight | None:
+        """Send the model; at a global round also the float buffers, and the loss with the first bucket."""
+        if step.kind == "none":
+            return None
+        x, buffers, engine = nodes
+        model = (self._read(x, b) for b in range(len(x)))
+        if step.kind == "gossip":
+            return InFlight(*gossip_all(engine, model, self.topology, step.k))
+        if self.average_rounds is None:
+            sent = list(model)
+            flight = InFlight(sent, engine.mean(sent, step.k, step.loss))
+            flight.loss = flight.pending[0] if step.loss is not None else None
+        else:
+            flight = InFlight(*gossip_all(engine, model, self.topology, step.k), relayed=True)
+            if step.loss is not None:  # averaged by all: by gossip each node would get another loss, and another period
+                flight.loss = engine.mean([torch.zeros_like(step.loss)], step.k, step.loss)[0]
+        if len(buffers):
+            flight.buffers = engine.mean([self._read(buffers, b) for b in range(len(buffers))], step.k, finite_check=buffers.finite_check)
+        return flight
+
+    def _read(self, x: Buckets, b: int) -> Buffer:
+        """Read what is to be sent. With delay=1 it is a copy: the next step changes model and buffers while messages travel."""
+        return x.read(b) if self.delay == 0 else x.copy(b)
+
+    def receive(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
+        """Mix what arrives into the model. The first delayed step has nothing to wait for: all nodes start alike, so M_0 x^(0) = x^(0)."""
+        flight, loss = state.in_flight, None
+        if flight is not None:
+            loss = _one_number(flight.loss.wait().scalars) if flight.loss else None
+            pending = self.relay(step, nodes, state, flight) if flight.relayed else flight.pending
+            for b, message in enumerate(pending):
+                if self.delay == 1:  # after relays, lerp() would start from the relayed model, not from what was sent
+                    nodes.x.lerp(b, Lerp(message.wait().x, 1.0) if flight.relayed else message.lerp(), flight.sent[b].tensor)
+                elif step.kind == "global":
+                    self.write_mean(step, nodes.x, b, message.wait().x, state)
+                else:
+                    nodes.x.lerp(b, message.lerp())
+                yield b
+            for b, message in enumerate(flight.buffers):
+                nodes.buffers.write(b, message.wait().x)
+        state.in_flight = None  # only now: if a message reports a model that is not finite, the others are still in flight
+        state.schedule = self.schedule.next(state.schedule, loss)
+
+    def write_mean(self, step: Step, x: Buckets, b: int, mean: Tensor, state: State) -> None:
+        x.write(b, mean)
+
+    def relay(self, step: Step, nodes: Nodes, state: State, flight: InFlight) -> list[Pending]:
+        """Run the remaining gossip steps of a global average by `average_rounds` of them; the first is in flight already."""
+        pending, engine = flight.pending, nodes.engine
+        for r in range(1, self.average_rounds or 1):
+            if not state.send_buffers:
+                state.send_buffers = [engine.allocate(x.tensor.shape, x.tensor.dtype, x.tensor.device) for x in flight.sent]
+            sent_on = []
+            for relay, message in zip(state.send_buffers, pending, strict=True):
+                relay.tensor.copy_(message.wait().x)
+                sent_on.append(engine.gossip(relay, self.topology, step.k + r))
+            pending = sent_on
+        return pending
+
+
+def _one_number(loss: Tensor) -> float:
+    if loss.numel() != 1:
+        raise ValueError(
+            f"Gossip-AGA adapts its period to the loss, and {loss.numel()} trials have {loss.numel()} losses: run the trials one by one"
+        )
+    return float(loss)
+
+
+def parallel_sgd(n: int | None = None) -> GossipPGA:
+    """Global average at every step: W = 11'/n and H = 1. Equal to DDP for SGD with or without momentum (not for Adam).
+
+    Args:
+        n: the number of nodes; if None, that of the Averager or the Simulator.
+    """
+    return GossipPGA(_sized(complete, n), Periodic(1))
+
+
+def local_sgd(n: int | None = None, H: int | None = None) -> GossipPGA:
+    """No gossip, and a global average every H steps: W = I.
+
+    Args:
+        n: the number of nodes; if None, that of the Averager or the Simulator.
+        H: the period, in steps. It is required: `local_sgd(H=6)` or `local_sgd(n, 6)`.
+    """
+    if H is None:
+        raise ValueError(f"local_sgd needs the period H, in steps: local_sgd(H={6 if n is None else n}), or local_sgd(n, H) for n nodes")
+    return GossipPGA(_sized(isolated, n), Periodic(H))
+
+
+def gossip_sgd(topology: Topology | Builder, *, delay: int = 0, average_rounds: int | None = None) -> GossipPGA:
+    """Gossip alone: H = infinity."""
+    return GossipPGA(topology_or_builder(topology), Never(), delay, average_rounds)
+
+
+def gossip_pga(topology: Topology | Builder, H: int, *, delay: int = 0, average_rounds: int | None = None) -> GossipPGA:
+    """Gossip-PGA (Algorithm 1): gossip, and a global average every H steps.
+
+    Args:
+        topology: who talks to whom, or a builder such as `rumor.ring` for as many nodes as there are.
+        H: the period of global averages, in steps.
+        delay: 1 if messages travel while the next step computes.
+        average_rounds: m replaces the all-reduce of a global average by m gossip steps.
+
+    >>> import rumor
+    >>> rumor.gossip_pga(rumor.ring(8), H=6)
+    GossipPGA(topology=ring(8), schedule=Periodic(H=6), delay=0, average_rounds=None)
+    >>> rumor.gossip_pga(rumor.ring, H=6).bind(8) == rumor.gossip_pga(rumor.ring(8), H=6)
+    True
+    """
+    return GossipPGA(topology_or_builder(topology), Periodic(H), delay, average_rounds)
+
+
+def gossip_aga(
+    topology: Topology | Builder,
+    warmup: int,
+    H_init: int = 4,
+    H_max: int = 64,
+    exponent: float = 1.0,
+    *,
+    delay: int = 0,
+    average_rounds: int | None = None,
+) -> GossipPGA:
+    """Gossip-AGA (Algorithm 2): the period starts at H_init. After `warmup` steps (K_w) it grows as the loss falls, up to H_max.
+
+    If the loss is not positive, or not finite on some node, the period stays as it is.
+    """
+    return GossipPGA(topology_or_builder(topology), Adaptive(warmup, H_init, H_max, exponent), delay, average_rounds)
+
+
+def _sized(build: Builder, n: int | None) -> Topology:
+    return topology_or_builder(build if n is None else build(n))  # type: ignore[no-any-return]

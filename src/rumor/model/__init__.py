@@ -1,0 +1,1 @@
+"""A module's tensors as an engine sees them."""

@@ -1,0 +1,31 @@
+"""Topologies: who talks to whom at step k, and with what weight."""
+
+from rumor.topology.builders import (
+    complete,
+    exponential,
+    from_digraph,
+    from_matrices,
+    from_matrix,
+    from_networkx,
+    grid,
+    isolated,
+    one_peer_exponential,
+    ring,
+    torus,
+)
+from rumor.topology.topology import Topology
+
+__all__ = [
+    "Topology",
+    "complete",
+    "exponential",
+    "from_digraph",
+    "from_matrices",
+    "from_matrix",
+    "from_networkx",
+    "grid",
+    "isolated",
+    "one_peer_exponential",
+    "ring",
+    "torus",
+]
