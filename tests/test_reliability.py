@@ -104,7 +104,7 @@ def test_all_survivors_name_the_node_that_was_killed_and_the_step(what: str, ste
     assert sorted(ends) == [0, 2, 3]
     for end in ends.values():
         assert "node 1 is lost (its process is gone)" in end["error"], end
-        (at,) = re.findall(r"(?:gossiping|averaging globally) at step (\d+)", end["error"])
+        (at,) = re.findall(r"(?:gossiping|preparing to gossip|averaging globally) at step (\d+)", end["error"])
         assert step <= int(at) <= step + 2  # a message that was on its way may have arrived
     assert what == "dies gossiping" or any("averaging globally at step 11" in end["error"] for end in ends.values())
 
