@@ -1,4 +1,4 @@
-"""Simulator: n nodes in this one process, with exactly the methods that real processes run."""
+"""Simulator: n nodes in this one process, with exactly the methods that real processes run. engines/stacked.py mixes the models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks before an Averager is built. Each error names the value, the rule and the fix."""
+"""Checks before an Averager is built, and what all ranks compare. Each error names the value, the rule and the fix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of real processes. No other package imports torch.distributed.
+"""The engine of real processes. Only transport.py imports torch.distributed.
 
 transport       one torch.distributed group: sends, receives, waits, and errors that say who is lost
 liveness        finds out which peer is lost
