@@ -23,6 +23,7 @@ from torch import nn
 import rumor
 import rumor.engines.processes.process_group as engine_of_processes
 from rumor.engines import Buffer, Lerp, StackedBuckets
+from rumor.engines.codes import CODES
 from rumor.model.buckets import FlatBuckets
 from tests.cluster import Cluster
 from tests.nodes import ALGORITHMS as NODES
@@ -48,6 +49,12 @@ def algorithms() -> dict[str, Any]:
         "gossip_pga by gossip": rumor.gossip_pga(ring, 3, average_rounds=2),
         "gossip_aga": rumor.gossip_aga(ring, 9, H_init=2),
         "slowmo": rumor.slowmo(ring, 3),
+        "parallel_sgd 4 bits": rumor.parallel_sgd(N, bits=4),
+        "gossip_pga 4 bits": rumor.gossip_pga(ring, 3, bits=4),
+        "gossip_pga 4 bits delayed": rumor.gossip_pga(peer, 3, delay=1, bits=4),
+        "gossip_pga 16 bits": rumor.gossip_pga(peer, 3, bits=16),
+        "gossip_aga 8 bits": rumor.gossip_aga(ring, 9, H_init=2, bits=8),
+        "slowmo 4 bits": rumor.slowmo(ring, 3, bits=4),
         "osgp": rumor.osgp(peer),
         "sgp": rumor.osgp(ring, delay=0),
     }
@@ -166,6 +173,32 @@ def one_fused_pass_equals_several() -> None:
             x.write(0, gone)
             assert torch.equal(torch.cat(pieces), gone)
         print(f"    {dtype}")
+
+
+def codes_on_the_gpu_are_those_of_the_cpu() -> None:
+    """Every number of bits, numbers of any size, rows that end inside a block. With 8 bits a tie may be rounded the other way."""
+    for bits, size, d in itertools.product((16, 8, 4), (1e-40, 1e-7, 1.0, 1e30), (256, 1000, 100_003)):
+        code, x = CODES[bits], torch.randn(3, d) * size
+        for part in (x[0], x[0].double()):
+            messages, decoded = [], []
+            for device in ("cpu", "cuda"):
+                on = part.to(device)
+                message = torch.zeros(code.nbytes(d), dtype=torch.uint8, device=device)
+                assert code.encode(on, message).isfinite()
+                messages.append(message.cpu())
+                decoded.append(code.decode(message, torch.empty_like(on)).cpu())
+            step = (part.max() - part.min()).item() / 2**bits
+            assert (messages[0] != messages[1]).float().mean() <= (1e-3 if bits == 8 else 0), (bits, size, d)
+            assert (decoded[0] - decoded[1]).abs().max() <= (1.01 * step if bits == 8 else 0), (bits, size, d)
+        assert torch.equal(code.round_trip(x[:1].cuda())[0].cpu(), decoded[1].float())
+        assert torch.equal(code.round_trip(x[:, : d // 2].cuda()), code.round_trip(x[:, : d // 2].cuda().contiguous()))
+        bad = x[0].cuda()
+        bad[d // 3] = float("nan")
+        assert not code.encode(bad, torch.zeros(code.nbytes(d), dtype=torch.uint8, device=CUDA)).isfinite()
+    x = torch.randn(32, 2_000_000, device=CUDA)
+    times = {bits: seconds(lambda bits=bits: CODES[bits].round_trip(x)) for bits in CODES}  # type: ignore[misc]
+    copy = seconds(lambda: x.clone())
+    print(f"    32 x 2 M numbers: copy {copy * 1e6:.0f} us, " + ", ".join(f"{b} bits {t * 1e6:.0f} us" for b, t in times.items()))
 
 
 def stacked_gossip_on_the_gpu() -> None:
@@ -336,6 +369,7 @@ def main() -> None:
     for check in (
         simulator_on_the_gpu_equals_the_cpu,
         one_fused_pass_equals_several,
+        codes_on_the_gpu_are_those_of_the_cpu,
         stacked_gossip_on_the_gpu,
         processes_that_share_the_gpu_equal_the_simulator,
         nodes_of_two_that_share_the_gpu_equal_the_simulator,

@@ -24,6 +24,15 @@ TABLES = {
     "labels": Table(
         tuple(run for alpha in (0.3, 0.1) for run in changed((PARALLEL, LOCAL, GOSSIP, PGA, AGA), split=f"dirichlet({alpha})"))
     ),
+    "bits": Table(
+        (
+            *(replace(run, bits=bits) for run in (PGA, AGA) for bits in (32, 16, 8, 4)),
+            *(replace(PARALLEL, bits=bits) for bits in (32, 4)),
+            *(replace(PGA, bits=bits, split=f"dirichlet({alpha})") for alpha in (0.1, 0.3) for bits in (32, 4)),
+            *(replace(PGA, bits=bits, nodes=50) for bits in (32, 4)),
+        ),
+        seeds=5,
+    ),
     "1": Table((PARALLEL, GOSSIP, GOSSIP_X2, *changed((GOSSIP, GOSSIP_X2), topology="ring")), seeds=5),
     QUICK: Table(changed((PARALLEL, LOCAL, *changed((GOSSIP, PGA, AGA), topology="ring")), nodes=8), seeds=1),
 }

@@ -24,23 +24,24 @@ class Run:
     stretch: int = 1
     split: str = IID  # or dirichlet(0.3)
     momentum: float | None = 0.9  # None if the optimizer has no momentum
+    bits: int = 32  # of each number in a message
     seed: int = 0
 
     @property
     def name(self) -> str:
-        """The name of the run in the paper."""
-        return self.method + (f" x{self.stretch}" if self.stretch > 1 else "")
+        """The name of the run in the paper, with its number of bits if that is not the paper's."""
+        return self.method + (f" x{self.stretch}" if self.stretch > 1 else "") + (f", {self.bits} bits" if self.bits < 32 else "")
 
     def algorithm(self, steps: int) -> Algorithm:
         graph, H = getattr(rumor, self.topology)(self.nodes), self.H or 0
         make: dict[str, Callable[[], Algorithm]] = {
-            "Parallel SGD": lambda: rumor.parallel_sgd(self.nodes),
-            "Local SGD": lambda: rumor.local_sgd(self.nodes, H),
-            "Gossip SGD": lambda: rumor.gossip_sgd(graph),
+            "Parallel SGD": lambda: rumor.parallel_sgd(self.nodes, bits=self.bits),
+            "Local SGD": lambda: rumor.local_sgd(self.nodes, H, bits=self.bits),
+            "Gossip SGD": lambda: rumor.gossip_sgd(graph, bits=self.bits),
             "OSGP": lambda: rumor.osgp(graph),
-            "Gossip-PGA": lambda: rumor.gossip_pga(graph, H),
-            "Gossip-AGA": lambda: rumor.gossip_aga(graph, round(AGA_WARM_UP * steps), H_init=H),
-            "SlowMo": lambda: rumor.slowmo(graph, H),
+            "Gossip-PGA": lambda: rumor.gossip_pga(graph, H, bits=self.bits),
+            "Gossip-AGA": lambda: rumor.gossip_aga(graph, round(AGA_WARM_UP * steps), H_init=H, bits=self.bits),
+            "SlowMo": lambda: rumor.slowmo(graph, H, bits=self.bits),
         }
         return make[self.method]()
 

@@ -16,7 +16,7 @@ from rumor.checkpoint.files import replacing
 Row = dict[str, str]
 Key = tuple[str, ...]
 KEY = (  # the columns that identify a run
-    *("method", "topology", "H", "nodes", "stretch", "epochs", "steps", "seed", "split", "momentum"),
+    *("method", "topology", "H", "nodes", "stretch", "epochs", "steps", "seed", "split", "momentum", "bits"),
     *("lr", "batch", "weight_decay", "smoothing", "net", "data"),
 )
 COLUMNS = ("table", *KEY, "accuracy", "worst_node", "loss", "global_share", "hours", "gpu_seconds", "device")

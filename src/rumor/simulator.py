@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rumor.engines import Stacked, StackedBuckets
+from rumor.engines import PackedBuckets, Stacked, StackedBuckets
 from rumor.methods.algorithm import Algorithm, Step, check_algorithm
 from rumor.methods.runner import Runner
 from rumor.metrics import Metrics
@@ -68,7 +68,8 @@ class Simulator:
         self.engine = Stacked(self.n, self._trained[0].device)
         floats = [b for b in self._buffers.values() if is_averaged(b)]
         rows = [[as_real(t).view(self.n, -1) for t in tensors] for tensors in (self._trained, floats)]
-        self._runner = Runner(algorithm, self.engine, *map(StackedBuckets, rows))
+        model = StackedBuckets(rows[0]) if algorithm.bits == 32 else PackedBuckets(rows[0])
+        self._runner = Runner(algorithm, self.engine, model, StackedBuckets(rows[1]))
         must_be_finite = self._runner.nodes.buffers.finite_check is not None
         self._checked_buffers = [row for row in rows[1] if row.numel()] if must_be_finite else []
         self._was_global = False  # whether the last round was
@@ -238,8 +239,10 @@ class Simulator:
         trained: list[Tensor] = [p for p in module.parameters() if p.requires_grad]
         floats = [b for b in module.buffers() if is_averaged(b)]
         for tensors, means in zip((trained, floats), self._runner.mean(), strict=True):
-            for tensor, message in zip(tensors, means, strict=True):
-                as_real(tensor).copy_(message.wait().x.view(as_real(tensor).shape))
+            own = [as_real(tensor) for tensor in tensors]
+            mean = [message.wait().x.reshape(-1) for message in means]
+            for tensor, part in zip(own, torch.split(torch.cat(mean), [t.numel() for t in own]) if mean else (), strict=True):
+                tensor.copy_(part.view(tensor.shape))
         return module
 
     def node_model(self, i: int) -> nn.Module:

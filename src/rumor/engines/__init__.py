@@ -5,6 +5,18 @@ that imports torch.distributed.
 """
 
 from rumor.engines.engine import Buckets, Buffer, Engine, Lerp, Mixed, Pending, copy_all, gossip_all
-from rumor.engines.stacked import Stacked, StackedBuckets
+from rumor.engines.stacked import PackedBuckets, Stacked, StackedBuckets
 
-__all__ = ["Buckets", "Buffer", "Engine", "Lerp", "Mixed", "Pending", "Stacked", "StackedBuckets", "copy_all", "gossip_all"]
+__all__ = [
+    "Buckets",
+    "Buffer",
+    "Engine",
+    "Lerp",
+    "Mixed",
+    "PackedBuckets",
+    "Pending",
+    "Stacked",
+    "StackedBuckets",
+    "copy_all",
+    "gossip_all",
+]

@@ -106,8 +106,19 @@ class Engine(Protocol):
     device: torch.device  # where messages are, which may not be where the model is
     metrics: Metrics
 
-    def gossip(self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
-        """Mix `x` and `scalars` [*nodes, s] with W_k. With own=False, the neighbours' part alone: sum over j != i of W[i, j] x_j."""
+    def gossip(
+        self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, bits: int = 32
+    ) -> Pending:
+        """Mix `x` and `scalars` [*nodes, s] with W_k.
+
+        Args:
+            x: the model of this node, or something like it.
+            topology: whose W_k to use.
+            k: the step.
+            scalars: numbers that travel with it.
+            own: False for the neighbours' part alone: sum over j != i of W[i, j] x_j.
+            bits: how many of them each number of `x` travels with (codes.py). Below 32, `x` is replaced by what was sent.
+        """
         ...
 
     def mean(
@@ -118,6 +129,8 @@ class Engine(Protocol):
         *,
         doing: str = "averaging globally",
         finite_check: FiniteCheck | None = sum_of_squares,
+        bits: int = 32,
+        left_out: Sequence[Tensor] = (),
     ) -> list[Pending]:
         """Average over all nodes.
 
@@ -127,6 +140,9 @@ class Engine(Protocol):
             scalars: numbers [*nodes, s] that travel with the first bucket.
             doing: what this node is doing. All nodes must be doing the same at step k; errors quote it.
             finite_check: None if `xs` may hold values that are not finite.
+            bits: how many of them each number travels with (codes.py). All nodes get bitwise the same result at any number of bits.
+            left_out: below 32 bits, what earlier averages left out of each bucket, in the dtype for sums. It is added to what is sent.
+                Once `wait()` has returned, it is what this average has left out: the mean of `xs` and of `left_out` together is kept.
         """
         ...
 
@@ -142,7 +158,7 @@ class Engine(Protocol):
         """Return memory for a bucket that this engine can send without another copy."""
         ...
 
-    def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int) -> None:
+    def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int, bits: int = 32) -> None:
         """Prepare for step k, which will gossip these buffers, so that neighbours who get there first need not wait to send."""
         ...
 
@@ -188,23 +204,24 @@ def all_finite(x: Buckets, check: FiniteCheck) -> bool:
     return all(math.isfinite(check(x.peek(b).reshape(-1))) for b in range(len(x)))
 
 
-def uses_all_reduce(topology: Topology) -> bool:
+def uses_all_reduce(topology: Topology, bits: int = 32) -> bool:
     """Return whether a gossip step on this topology is run as an all-reduce: W = 11'/n, if there are more than two nodes.
 
-    Two nodes exchange their models instead: that sends as much and has less to set up.
+    Two nodes exchange their models instead: that sends as much and has less to set up. So do nodes that send codes, because what an
+    all-reduce rounds a second time would be lost in a gossip step.
     """
-    return topology.is_complete and topology.n > 2
+    return topology.is_complete and topology.n > 2 and bits == 32
 
 
-def gossip_all(engine: Engine, xs: Iterable[Buffer], topology: Topology, k: int) -> tuple[list[Buffer], list[Pending]]:
+def gossip_all(engine: Engine, xs: Iterable[Buffer], topology: Topology, k: int, bits: int = 32) -> tuple[list[Buffer], list[Pending]]:
     """Gossip all buckets of a model. Each is sent before the next is read from `xs`. Returns what was sent, and what will come of it."""
-    if uses_all_reduce(topology):
+    if uses_all_reduce(topology, bits):
         sent = list(xs)
         return sent, engine.mean(sent, k)
     sent, pending = [], []
     for x in xs:
         sent.append(x)
-        pending.append(engine.gossip(x, topology, k))
+        pending.append(engine.gossip(x, topology, k, bits=bits))
     return sent, pending
 
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rumor.engines.engine import NO_SCALARS, Buffer, FiniteCheck, Lerp, Mixed, Pending, accumulator, sum_of_squares, tensor_of
+from rumor.engines.codes import CODES, owned_by_each
+from rumor.engines.engine import NO_SCALARS, Arrived, Buffer, FiniteCheck, Lerp, Mixed, Pending, accumulator, sum_of_squares, tensor_of
 from rumor.metrics import Metrics
 from rumor.topology import Topology
 from rumor.topology.matrix import Matrix
@@ -54,6 +55,40 @@ class StackedBuckets:
             x.lerp_(end.to(x.dtype).expand_as(x), weight)
 
 
+class PackedBuckets:
+    """Stacked tensors [..., n, d_b] as one bucket [..., n, d], so that blocks of codes are cut as in the buckets of real processes."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.finite_check: FiniteCheck | None = sum_of_squares
+        self._tensors, self._sizes = list(tensors), [x.shape[-1] for x in tensors]
+        self._copy: Buffer | None = None
+
+    def __len__(self) -> int:
+        return 1
+
+    def copy(self, b: int) -> Buffer:
+        if self._copy is None:
+            self._copy = Buffer(self.peek(b))
+        else:
+            torch.cat(self._tensors, dim=-1, out=self._copy.tensor)
+        return self._copy
+
+    read = copy
+
+    def peek(self, b: int) -> Tensor:
+        return torch.cat(self._tensors, dim=-1)
+
+    def write(self, b: int, value: Tensor) -> None:
+        for x, part in zip(self._tensors, torch.split(value, self._sizes, dim=-1), strict=True):
+            x.copy_(part)
+
+    def lerp(self, b: int, lerp: Lerp, sent: Tensor | None = None) -> None:
+        own = self.peek(b) if sent is None else sent
+        end, weight, _ = lerp.guarded(own)
+        for x, change in zip(self._tensors, torch.split(end - own, self._sizes, dim=-1), strict=True):
+            x.add_(change, alpha=weight)
+
+
 class Stacked:
     """The engine that has all n nodes in this process.
 
@@ -73,10 +108,14 @@ class Stacked:
         self._operators: dict[object, _Operator] = {}
         self._scratch: dict[object, Tensor] = {}
 
-    def gossip(self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
+    def gossip(
+        self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, bits: int = 32
+    ) -> Pending:
         x = tensor_of(x)
         operator = self._operator(topology, k % topology.period, own, self._trials(x), x)
-        self.metrics.bytes_sent += operator.links * x.shape[-1] * x.element_size() // self.n
+        self.metrics.bytes_sent += operator.links * _nbytes(x, bits) // self.n
+        if bits < 32:
+            CODES[bits].round_trip(x)
         weights = None if scalars is None else self._operator(topology, k % topology.period, own, self._trials(scalars), scalars)
         return _Product(self, operator, x, weights, scalars)
 
@@ -88,12 +127,18 @@ class Stacked:
         *,
         doing: str = "averaging globally",
         finite_check: FiniteCheck | None = sum_of_squares,
+        bits: int = 32,
+        left_out: Sequence[Tensor] = (),
     ) -> list[Pending]:
         tensors = [tensor_of(x) for x in xs]
         for x in tensors:
             self._trials(x)
-            self.metrics.bytes_sent += 2 * (self.n - 1) * x.shape[-1] * x.element_size() // self.n
-        return [_Mean(x, None if place else scalars) for place, x in enumerate(tensors)]
+            self.metrics.bytes_sent += 2 * (self.n - 1) * _nbytes(x, bits) // self.n
+        if bits == 32:
+            return [_Mean(x, None if place else scalars) for place, x in enumerate(tensors)]
+        mean_of_scalars = NO_SCALARS if scalars is None else scalars.mean(dim=-2, keepdim=True)
+        means = _coded_means(tensors, left_out, bits)
+        return [Arrived(Mixed(mean, NO_SCALARS if place else mean_of_scalars)) for place, mean in enumerate(means)]
 
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return self._operator(topology, k % topology.period, False, 1, self.full(0.0).to(dtype)).kept
@@ -104,7 +149,7 @@ class Stacked:
     def allocate(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Buffer:
         return Buffer(torch.empty(shape, dtype=dtype, device=device))
 
-    def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int) -> None:
+    def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int, bits: int = 32) -> None:
         """Do nothing: all nodes are here."""
 
     def complete_receives(self, k: int) -> None:
@@ -215,3 +260,30 @@ class _Mean(Pending):
     def wait(self) -> Mixed:
         mean = self.x.mean(dim=-2, keepdim=True, dtype=accumulator(self.x.dtype))  # [..., 1, d]
         return Mixed(mean, NO_SCALARS if self.scalars is None else self.scalars.mean(dim=-2, keepdim=True))
+
+
+def _nbytes(x: Tensor, bits: int) -> int:
+    """Number of bytes of one node's message."""
+    return x.shape[-1] * x.element_size() if bits == 32 else CODES[bits].nbytes(x.shape[-1])
+
+
+def _coded_means(xs: Sequence[Tensor], left_out: Sequence[Tensor], bits: int) -> list[Tensor]:
+    """Average `xs` + `left_out` [..., n, d] as real processes do with codes.
+
+    Each node sends its code of every block to the owner of that block. The owner averages, and sends its code of the mean to all.
+    What this rounds off the mean, the owner has left out, n times because the next average divides it by n.
+    """
+    code, means, n = CODES[bits], [], xs[0].shape[-2]
+    shares = owned_by_each([x.shape[-1] for x in xs], n)
+    for b, (x, rest) in enumerate(zip(xs, left_out, strict=True)):
+        rest += x
+        sent = code.round_trip(rest.clone())
+        rest -= sent
+        exact = sent.mean(dim=-2, keepdim=True)  # [..., 1, d]
+        mean = code.round_trip(exact.clone())
+        means.append(mean)
+        rounded_off = exact.sub_(mean).mul_(n)
+        for owner, share in enumerate(shares):
+            for _, start, end in (owned for owned in share if owned.bucket == b):
+                rest[..., owner, start:end] += rounded_off[..., 0, start:end]
+    return means

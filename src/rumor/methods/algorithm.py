@@ -74,7 +74,7 @@ class InFlight:
 
 @dataclass
 class State:
-    """Everything that a method remembers between steps. `state_dict()` saves all of it except `send_buffers`.
+    """Everything that a method remembers between steps. `state_dict()` saves all of it except for the buffers.
 
     Attributes:
         schedule: the state of the schedule; its k counts the steps.
@@ -82,6 +82,7 @@ class State:
         scalars: numbers that it keeps for each node, [*nodes, 1].
         in_flight: messages that the coming step will use (delay=1).
         send_buffers: memory for sending that the method has allocated.
+        relay_buffers: memory for sending on what was received.
     """
 
     schedule: ScheduleState
@@ -89,6 +90,7 @@ class State:
     scalars: dict[str, Tensor] = field(default_factory=dict)
     in_flight: InFlight | None = None
     send_buffers: list[Buffer] = field(default_factory=list)
+    relay_buffers: list[Buffer] = field(default_factory=list)
 
 
 class Algorithm(ABC):
@@ -98,11 +100,13 @@ class Algorithm(ABC):
         topology: the topology, or, until `bind(n)`, a function that builds it for n nodes.
         schedule: which steps average globally.
         delay: 1 if a message travels during the next step.
+        bits: how many of them a number travels with in a gossip step: 32, 16, 8 or 4.
     """
 
     topology: Topology
     schedule: Schedule
     delay: int = 0
+    bits: int = 32
 
     @property
     def needs_loss(self) -> bool:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from rumor.engines import Buckets, Buffer, Lerp, Pending, gossip_all
+from rumor.engines.codes import WIDTHS
+from rumor.engines.engine import accumulator
 from rumor.methods.algorithm import Algorithm, Builder, InFlight, Nodes, State, Step, topology_or_builder
 from rumor.schedule import Adaptive, Never, Periodic, Schedule, check_whole
 from rumor.topology import Topology, complete, isolated
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GossipPGA(Algorithm):
     """Gossip over `topology` at every step, and a global average where `schedule` says so.
 
@@ -22,12 +24,21 @@ class GossipPGA(Algorithm):
         delay = 1:  x^(k+1) = x^(k+1/2) + (M_k - I) x^(k)                     (x^(k) travels while step k computes)
 
     `average_rounds` = m replaces the all-reduce of a global round by m gossip steps, M_k = W_(k+m-1) ... W_k.
+
+    With `bits` < 32, nodes send codes Q of differences to x_ref, the model that all nodes had after the last global round:
+
+        gossip:  x_i <- x_i + sum_j W[i, j] (q_j - q_i)                        q_i = Q(x_i - x_ref)
+        global:  x_ref, x_i <- x_ref + mean_i Q(x_i - x_ref + e_i)             e_i <- what Q has left out
+
+    A node subtracts what it has sent, so the mean of all nodes stays exact for any Q: what Q leaves out of a gossip step stays in x_i.
+    No node needs a copy of its neighbour's model, so any graph will do, also one that changes at every step.
     """
 
     topology: Topology
     schedule: Schedule
     delay: int = 0
     average_rounds: int | None = None
+    bits: int = field(default=32, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topology", topology_or_builder(self.topology))
@@ -35,8 +46,23 @@ class GossipPGA(Algorithm):
             raise ValueError(f"delay must be 0 or 1 (an older message diverges), got delay={self.delay!r}")
         if self.average_rounds is not None:
             check_whole("average_rounds", self.average_rounds, 1)
+        self._check_bits()
         if isinstance(self.topology, Topology):
             self._check_topology()
+
+    def __repr__(self) -> str:
+        """Print the fields, with `bits` if there are fewer than 32."""
+        shown = [f.name for f in fields(self) if f.repr or self.bits < 32]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def _check_bits(self) -> None:
+        if self.bits not in WIDTHS or isinstance(self.bits, bool):
+            raise ValueError(f"bits must be 32, 16, 8 or 4, got bits={self.bits!r}")
+        if self.bits < 16 and (self.average_rounds is not None or isinstance(self.schedule, Never)):
+            raise ValueError(
+                f"bits={self.bits} needs global averages by an all-reduce: such codes are for small differences to the last of them. Use "
+                "bits=16 or 32 here, or gossip_pga(topology, H=...)"
+            )
 
     def _check_topology(self) -> None:
         if self.topology.push_only:
@@ -57,29 +83,39 @@ class GossipPGA(Algorithm):
 
     def begin(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
         if self.delay == 0:
-            state.in_flight = self.send(step, nodes)
+            state.in_flight = self.send(step, nodes, state)
             return self.receive(step, nodes, state)
         return self.receive_then_send(step, nodes, state)
 
     def receive_then_send(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
         """Use the messages that were sent a step ago, then send those of the coming step, with the loss of this one."""
         yield from self.receive(step, nodes, state)
-        state.in_flight = self.send(self.decide(state, step.loss, step.lr), nodes)
+        state.in_flight = self.send(self.decide(state, step.loss, step.lr), nodes, state)
 
-    def send(self, step: Step, nodes: Nodes) -> InFlight | None:
+    def start(self, nodes: Nodes) -> State:
+        state = super().start(nodes)
+        if self.bits < 32:
+            model = [nodes.x.peek(b) for b in range(len(nodes.x))]
+            state.buckets["x_ref"] = [x.clone() for x in model]
+            if not isinstance(self.schedule, Never) and self.average_rounds is None:
+                state.buckets["left_out"] = [torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in model]
+        return state
+
+    def send(self, step: Step, nodes: Nodes, state: State) -> InFlight | None:
         """Send the model; at a global round also the float buffers, and the loss with the first bucket."""
         if step.kind == "none":
             return None
         x, buffers, engine = nodes
-        model = (self._read(x, b) for b in range(len(x)))
+        model = (self._read(x, b) if self.bits == 32 else self._difference(nodes, b, state) for b in range(len(x)))
         if step.kind == "gossip":
-            return InFlight(*gossip_all(engine, model, self.topology, step.k))
+            return InFlight(*gossip_all(engine, model, self.topology, step.k, self.bits))
         if self.average_rounds is None:
             sent = list(model)
-            flight = InFlight(sent, engine.mean(sent, step.k, step.loss))
+            left_out = state.buckets.get("left_out", ())
+            flight = InFlight(sent, engine.mean(sent, step.k, step.loss, bits=self.bits, left_out=left_out))
             flight.loss = flight.pending[0] if step.loss is not None else None
         else:
-            flight = InFlight(*gossip_all(engine, model, self.topology, step.k), relayed=True)
+            flight = InFlight(*gossip_all(engine, model, self.topology, step.k, self.bits), relayed=True)
             if step.loss is not None:  # averaged by all: by gossip each node would get another loss, and another period
                 flight.loss = engine.mean([torch.zeros_like(step.loss)], step.k, step.loss)[0]
         if len(buffers):
@@ -90,6 +126,18 @@ class GossipPGA(Algorithm):
         """Read what is to be sent. With delay=1 it is a copy: the next step changes model and buffers while messages travel."""
         return x.read(b) if self.delay == 0 else x.copy(b)
 
+    def _difference(self, nodes: Nodes, b: int, state: State) -> Buffer:
+        """Return x - x_ref, in memory of its own, and in the dtype for sums: the code of a number in half precision need not be one."""
+        buffer = nodes.x.copy(b)
+        own = buffer.tensor
+        if own.dtype != accumulator(own.dtype):
+            while len(state.send_buffers) <= b:
+                state.send_buffers.append(nodes.engine.allocate(own.shape, accumulator(own.dtype), own.device))
+            buffer = state.send_buffers[b]
+            buffer.tensor.copy_(own)
+        buffer.tensor.sub_(state.buckets["x_ref"][b])
+        return buffer
+
     def receive(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
         """Mix what arrives into the model. The first delayed step has nothing to wait for: all nodes start alike, so M_0 x^(0) = x^(0)."""
         flight, loss = state.in_flight, None
@@ -97,31 +145,48 @@ class GossipPGA(Algorithm):
             loss = _one_number(flight.loss.wait().scalars) if flight.loss else None
             pending = self.relay(step, nodes, state, flight) if flight.relayed else flight.pending
             for b, message in enumerate(pending):
-                if self.delay == 1:  # after relays, lerp() would start from the relayed model, not from what was sent
-                    nodes.x.lerp(b, Lerp(message.wait().x, 1.0) if flight.relayed else message.lerp(), flight.sent[b].tensor)
-                elif step.kind == "global":
-                    self.write_mean(step, nodes.x, b, message.wait().x, state)
-                else:
-                    nodes.x.lerp(b, message.lerp())
+                # after relays, lerp() would start from the relayed model, not from what was sent
+                self.write(step, nodes, b, Lerp(message.wait().x, 1.0) if flight.relayed else message.lerp(), state)
                 yield b
             for b, message in enumerate(flight.buffers):
                 nodes.buffers.write(b, message.wait().x)
         state.in_flight = None  # only now: if a message reports a model that is not finite, the others are still in flight
         state.schedule = self.schedule.next(state.schedule, loss)
 
-    def write_mean(self, step: Step, x: Buckets, b: int, mean: Tensor, state: State) -> None:
-        x.write(b, mean)
+    def write(self, step: Step, nodes: Nodes, b: int, received: Lerp, state: State) -> None:
+        """Write what was received into bucket b: a mixed model, or a mixed difference to x_ref if messages are codes."""
+        assert state.in_flight is not None
+        is_mean = step.kind == "global" and not state.in_flight.relayed
+        sent = state.in_flight.sent[b].tensor
+        if is_mean and self.bits < 32:
+            x_ref = state.buckets["x_ref"][b].add_(received.end)
+            if self.delay == 0:
+                after = self.after_global_round(step, b, x_ref, state)
+                nodes.x.write(b, after)
+                x_ref.copy_(after)
+                return
+        elif is_mean and self.delay == 0:
+            nodes.x.write(b, self.after_global_round(step, b, received.end, state))
+            return
+        nodes.x.lerp(b, received, sent if self.delay == 1 or self.bits < 32 else None)
+
+    def after_global_round(self, step: Step, b: int, mean: Tensor, state: State) -> Tensor:
+        """Return what all nodes have in bucket b after a global round whose mean this is."""
+        return mean
 
     def relay(self, step: Step, nodes: Nodes, state: State, flight: InFlight) -> list[Pending]:
         """Run the remaining gossip steps of a global average by `average_rounds` of them; the first is in flight already."""
         pending, engine = flight.pending, nodes.engine
         for r in range(1, self.average_rounds or 1):
-            if not state.send_buffers:
-                state.send_buffers = [engine.allocate(x.tensor.shape, x.tensor.dtype, x.tensor.device) for x in flight.sent]
+            if not state.relay_buffers:
+                state.relay_buffers = [engine.allocate(x.tensor.shape, x.tensor.dtype, x.tensor.device) for x in flight.sent]
             sent_on = []
-            for relay, message in zip(state.send_buffers, pending, strict=True):
-                relay.tensor.copy_(message.wait().x)
-                sent_on.append(engine.gossip(relay, self.topology, step.k + r))
+            for relay, message, sent in zip(state.relay_buffers, pending, flight.sent, strict=True):
+                received = message.wait().x
+                relay.tensor.copy_(received)
+                sent_on.append(engine.gossip(relay, self.topology, step.k + r, bits=self.bits))
+                if self.bits < 32:  # what this code leaves out stays here, as if less had been sent in the first place
+                    sent.tensor.sub_(received).add_(relay.tensor)
             pending = sent_on
         return pending
 
@@ -134,33 +199,35 @@ def _one_number(loss: Tensor) -> float:
     return float(loss)
 
 
-def parallel_sgd(n: int | None = None) -> GossipPGA:
+def parallel_sgd(n: int | None = None, *, bits: int = 32) -> GossipPGA:
     """Global average at every step: W = 11'/n and H = 1. Equal to DDP for SGD with or without momentum (not for Adam).
 
     Args:
         n: the number of nodes; if None, that of the Averager or the Simulator.
+        bits: as in `gossip_pga`.
     """
-    return GossipPGA(_sized(complete, n), Periodic(1))
+    return GossipPGA(_sized(complete, n), Periodic(1), bits=bits)
 
 
-def local_sgd(n: int | None = None, H: int | None = None) -> GossipPGA:
+def local_sgd(n: int | None = None, H: int | None = None, *, bits: int = 32) -> GossipPGA:
     """No gossip, and a global average every H steps: W = I.
 
     Args:
         n: the number of nodes; if None, that of the Averager or the Simulator.
         H: the period, in steps. It is required: `local_sgd(H=6)` or `local_sgd(n, 6)`.
+        bits: as in `gossip_pga`.
     """
     if H is None:
         raise ValueError(f"local_sgd needs the period H, in steps: local_sgd(H={6 if n is None else n}), or local_sgd(n, H) for n nodes")
-    return GossipPGA(_sized(isolated, n), Periodic(H))
+    return GossipPGA(_sized(isolated, n), Periodic(H), bits=bits)
 
 
-def gossip_sgd(topology: Topology | Builder, *, delay: int = 0, average_rounds: int | None = None) -> GossipPGA:
-    """Gossip alone: H = infinity."""
-    return GossipPGA(topology_or_builder(topology), Never(), delay, average_rounds)
+def gossip_sgd(topology: Topology | Builder, *, delay: int = 0, average_rounds: int | None = None, bits: int = 32) -> GossipPGA:
+    """Gossip alone: H = infinity. `bits` is 32 or 16: fewer need global averages."""
+    return GossipPGA(topology_or_builder(topology), Never(), delay, average_rounds, bits)
 
 
-def gossip_pga(topology: Topology | Builder, H: int, *, delay: int = 0, average_rounds: int | None = None) -> GossipPGA:
+def gossip_pga(topology: Topology | Builder, H: int, *, delay: int = 0, average_rounds: int | None = None, bits: int = 32) -> GossipPGA:
     """Gossip-PGA (Algorithm 1): gossip, and a global average every H steps.
 
     Args:
@@ -168,6 +235,8 @@ def gossip_pga(topology: Topology | Builder, H: int, *, delay: int = 0, average_
         H: the period of global averages, in steps.
         delay: 1 if messages travel while the next step computes.
         average_rounds: m replaces the all-reduce of a global average by m gossip steps.
+        bits: 16, 8 or 4 make messages 2, 4 or 8 times smaller. Nodes then send differences to the last global average, and keep what
+            the rounding leaves out. This takes two more copies of the parameters in memory.
 
     >>> import rumor
     >>> rumor.gossip_pga(rumor.ring(8), H=6)
@@ -175,7 +244,7 @@ def gossip_pga(topology: Topology | Builder, H: int, *, delay: int = 0, average_
     >>> rumor.gossip_pga(rumor.ring, H=6).bind(8) == rumor.gossip_pga(rumor.ring(8), H=6)
     True
     """
-    return GossipPGA(topology_or_builder(topology), Periodic(H), delay, average_rounds)
+    return GossipPGA(topology_or_builder(topology), Periodic(H), delay, average_rounds, bits)
 
 
 def gossip_aga(
@@ -187,12 +256,14 @@ def gossip_aga(
     *,
     delay: int = 0,
     average_rounds: int | None = None,
+    bits: int = 32,
 ) -> GossipPGA:
     """Gossip-AGA (Algorithm 2): the period starts at H_init. After `warmup` steps (K_w) it grows as the loss falls, up to H_max.
 
-    If the loss is not positive, or not finite on some node, the period stays as it is.
+    If the loss is not positive, or not finite on some node, the period stays as it is. `delay`, `average_rounds` and `bits` are as in
+    `gossip_pga`.
     """
-    return GossipPGA(topology_or_builder(topology), Adaptive(warmup, H_init, H_max, exponent), delay, average_rounds)
+    return GossipPGA(topology_or_builder(topology), Adaptive(warmup, H_init, H_max, exponent), delay, average_rounds, bits)
 
 
 def _sized(build: Builder, n: int | None) -> Topology:

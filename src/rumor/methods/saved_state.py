@@ -18,12 +18,13 @@ FORMAT = 2  # of the saved state
 
 def saved_state(state: State, nodes: Nodes) -> dict[str, Any]:
     """Return what `read_state` reads. Waits for what is in flight."""
+    flight = None if state.in_flight is None else _saved_messages(state.in_flight, nodes)  # first: what arrives may change the buckets
     return {
         "format": FORMAT,
         "schedule": state.schedule._asdict(),
         "buckets": {name: _joined(tensors) for name, tensors in state.buckets.items()},
         "scalars": {name: tensor.clone() for name, tensor in state.scalars.items()},
-        "flight": None if state.in_flight is None else _saved_messages(state.in_flight, nodes),
+        "flight": flight,
     }
 
 
@@ -67,7 +68,7 @@ def _restored_messages(saved: dict[str, Any], nodes: Nodes) -> InFlight:
     model, buffers = _shapes(nodes.x), _shapes(nodes.buffers)
     sent = [] if saved["sent"] is None else _split_like(saved["sent"], model)
     return InFlight(
-        sent=[Buffer(part.to(like.dtype)) for part, like in zip(sent, model, strict=False)],
+        sent=[Buffer(part) for part in sent],
         pending=_arrived(saved["pending"], model),
         buffers=_arrived(saved["buffers"], buffers) if saved["buffers"] is not None else [],
         loss=None if saved["loss"] is None else Arrived(Mixed(saved["loss"], saved["loss"])),

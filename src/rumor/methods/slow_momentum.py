@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rumor.engines import Buckets
 from rumor.engines.engine import copy_all
 from rumor.methods.algorithm import Builder, Nodes, State, Step, topology_or_builder
 from rumor.methods.gossip_pga import GossipPGA
@@ -16,7 +15,7 @@ from rumor.schedule import Periodic
 from rumor.topology import Topology
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SlowMo(GossipPGA):
     """At a global round, with x_bar the average, lr the current learning rate and x_prev the result of the last global round:
 
@@ -56,13 +55,12 @@ class SlowMo(GossipPGA):
             )
         return step
 
-    def write_mean(self, step: Step, x: Buckets, b: int, mean: Tensor, state: State) -> None:
+    def after_global_round(self, step: Step, b: int, mean: Tensor, state: State) -> Tensor:
         lr = step.lr
         assert lr is not None  # decide() has checked it
         u, x_prev = state.buckets["u"][b], state.buckets["x_prev"][b]
         u.mul_(self.momentum).add_(x_prev, alpha=1 / lr).sub_(mean, alpha=1 / lr)
-        x_prev.sub_(u, alpha=self.slow_lr * lr)
-        x.write(b, x_prev)
+        return x_prev.sub_(u, alpha=self.slow_lr * lr)
 
 
 def _as_number(lr: object) -> float:
@@ -77,6 +75,9 @@ def _as_number(lr: object) -> float:
     return number
 
 
-def slowmo(topology: Topology | Builder, H: int, momentum: float = 0.5, slow_lr: float = 1.0) -> SlowMo:
-    """Gossip-PGA with slow momentum. It needs the learning rate: call `averager.step(loss, lr=...)`."""
-    return SlowMo(topology_or_builder(topology), Periodic(H), momentum=momentum, slow_lr=slow_lr)
+def slowmo(topology: Topology | Builder, H: int, momentum: float = 0.5, slow_lr: float = 1.0, *, bits: int = 32) -> SlowMo:
+    """Gossip-PGA with slow momentum. It needs the learning rate: call `averager.step(loss, lr=...)`.
+
+    `bits` is as in `gossip_pga`.
+    """
+    return SlowMo(topology_or_builder(topology), Periodic(H), bits=bits, momentum=momentum, slow_lr=slow_lr)

@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rumor.engines import Buffer, Lerp
+from rumor.engines.codes import BLOCK
 from rumor.engines.engine import FiniteCheck, accumulator, sum_of_squares
 from rumor.model.tensors import as_real
 
-ALIGNED = 16  # elements: buckets are cut at multiples of it, so that GPUs can load several at a time
+ALIGNED = BLOCK  # elements: buckets are cut at multiples of it, so that all blocks of codes are whole except for the last one
 PIECES = 4  # messages posted at once keep both directions of a link busy ...
 BUCKET_BYTES = 2**22  # ... and a bucket should stay in a CPU's cache from packing to sending, and from mixing to writing
 SMALLEST_BYTES = 2**18  # below this size, latency dominates a message ...

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
+from rumor.engines.codes import Code
 from rumor.engines.engine import Buffer, FiniteCheck, accumulator, sum_of_squares
 from rumor.engines.processes.alarm import Alarm
 from rumor.engines.processes.gpu_staging import Staging
@@ -35,6 +36,7 @@ class Channel(Buffer):
         self.expected: dict[int, tuple[Message, Work]] = {}
         self.owed: set[int] = set()
         self.task: Future[None] | None = None
+        self.coded: dict[int, CodedChannel] = {}  # by the number of bits
         self._total: Message | None = None
 
     def inbox(self, count: int) -> list[Message]:
@@ -54,7 +56,7 @@ class Channel(Buffer):
             self._total = Message(length, accumulator(dtype), device, pinned, head=accumulator(dtype))
         return self._total
 
-    def start_copy_to_host(self, check: FiniteCheck = sum_of_squares) -> None:
+    def prepare(self, check: FiniteCheck = sum_of_squares) -> None:
         """Start to copy the bucket to `out`, if it is on a GPU and `out` is not."""
         if self.staging is not None:
             self.staging.to_host(self.out.payload, check)
@@ -68,3 +70,44 @@ class Channel(Buffer):
     def received(self, place: int, message: Message) -> Tensor:
         """Return the payload of a message that has arrived, on the device of `tensor`."""
         return message.payload if self.staging is None else self.staging.to_device(place, message.payload)
+
+
+class Scratch:
+    """Memory that buckets share: each use has as much as the largest bucket needs, in the dtype for sums."""
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def __call__(self, like: Tensor, use: str) -> Tensor:
+        """Return memory for as many numbers as `like` [d] has. It is valid until the next call for the same use."""
+        kind = (use, accumulator(like.dtype), like.device)
+        if kind not in self._memory or len(self._memory[kind]) < len(like):
+            self._memory[kind] = torch.empty(len(like), dtype=kind[1], device=like.device)
+        return self._memory[kind][: len(like)]
+
+
+class CodedChannel(Channel):
+    """A bucket's messages as codes. `tensor` is the bucket itself: `prepare` replaces it by what is sent.
+
+    Args:
+        tensor: the bucket [d].
+        code: how its numbers become bytes.
+        scratch: memory that received messages are decoded into.
+    """
+
+    def __init__(self, tensor: Tensor, code: Code, device: torch.device, tag: int, staging: Staging | None, scratch: Scratch):
+        super().__init__(code.nbytes(len(tensor)), torch.uint8, device, tag, staging)
+        self._bytes, self.tensor, self._code, self._scratch = self.tensor, tensor, code, scratch
+        self._size = torch.zeros(())
+
+    def prepare(self, check: FiniteCheck = sum_of_squares) -> None:
+        self._size = self._code.encode(self.tensor, self._bytes)
+        self._code.decode(self._bytes, self.tensor)
+        super().prepare(lambda _: self._size)
+
+    def write_head(self, alarm: Alarm, node: int, k: int, scalars: Tensor | None, check: FiniteCheck = sum_of_squares) -> None:
+        super().write_head(alarm, node, k, scalars, lambda _: self._size)
+
+    def received(self, place: int, message: Message) -> Tensor:
+        # messages are mixed one by one, into the first
+        return self._code.decode(super().received(place, message), self._scratch(self.tensor, f"received {min(place, 1)}"))

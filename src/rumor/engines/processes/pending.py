@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rumor.engines.engine import NO_SCALARS, Lerp, Mixed, Pending, accumulator, rounded
 from rumor.engines.processes.alarm import Alarm
-from rumor.engines.processes.channel import Channel
+from rumor.engines.processes.channel import Channel, CodedChannel, Scratch
 from rumor.engines.processes.message import Message, labels_agree
 from rumor.engines.processes.transport import Transport, Work
 from rumor.topology import Topology
@@ -61,7 +61,7 @@ class Gossip(Pending):
     k: int
     scalars: Tensor | None
     own: bool
-    scratch: dict[tuple[torch.dtype, torch.device], Tensor]
+    scratch: Scratch
     inbox: list[Message] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     _lerp: Lerp | None = None
@@ -94,7 +94,7 @@ class Gossip(Pending):
         channel, links = self.channel, self.links
         self.inbox += channel.inbox(len(links.receive))
         inbox = [(message.whole, peer) for message, (_, peer, _) in zip(self.inbox, links.receive, strict=True)]
-        self.works += self.transport.exchange(channel.out.whole, links.send, inbox, channel.tag)
+        self.works += self.transport.exchange([(channel.out.whole, peer) for peer in links.send], inbox, channel.tag)
 
     def _heard(self) -> Iterator[tuple[Message, Tensor, float, bool | Tensor]]:
         """Yield each neighbour's message, its payload, its weight, and whether it is finite, as far as the host knows."""
@@ -109,13 +109,13 @@ class Gossip(Pending):
         for message, payload, w, finite in self._heard():
             if isinstance(finite, Tensor):
                 theirs = torch.where(finite, message.scalars(count), own.scalars(count))
-                yield torch.where(finite, payload, own.payload), theirs, w
+                yield torch.where(finite, payload, self.channel.tensor), theirs, w
             else:
                 yield payload, (message if finite else own).scalars(count), w
 
     def wait(self) -> Mixed:
         x = self.channel.tensor
-        mixed = self._scratch_for(x)
+        mixed = self.scratch(x, "mixed")
         own = 0.0 if not self.own else self.links.own_32 if mixed.dtype == torch.float32 else self.links.own
         if self.own:
             _scale(x, own, mixed)
@@ -130,6 +130,8 @@ class Gossip(Pending):
     def lerp(self) -> Lerp:
         """Interpolate towards the neighbours' average, with their total weight: a pass or two less than through a buffer."""
         x = self.channel.tensor
+        if isinstance(self.channel, CodedChannel):
+            self._lerp = None  # memory for decoded messages is shared, so they are decoded again
         if self._lerp is None and x.is_cuda and len(self.links.receive) == 1:  # a kernel does it in one pass, for any dtype
             ((_, payload, w, finite),) = self._heard()
             self._lerp = Lerp(payload, w, finite if isinstance(finite, Tensor) else None)
@@ -143,12 +145,6 @@ class Gossip(Pending):
                 average = payload if average is None else torch.lerp(average, payload, w / total, out=out)
             self._lerp = Lerp(x if average is None else average, total)
         return self._lerp
-
-    def _scratch_for(self, x: Tensor) -> Tensor:
-        kind = (accumulator(x.dtype), x.device)
-        if kind not in self.scratch or len(self.scratch[kind]) < len(x):
-            self.scratch[kind] = torch.empty(len(x), dtype=kind[0], device=x.device)
-        return self.scratch[kind][: len(x)]
 
 
 def post_receives(transport: Transport, channel: Channel, links: Links, ahead: bool = False) -> None:

@@ -7,19 +7,23 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from rumor.engines.engine import Buffer, FiniteCheck, Pending, sum_of_squares
+from rumor.engines.codes import CODES
+from rumor.engines.engine import Buffer, FiniteCheck, Pending, sum_of_squares, tensor_of
 from rumor.engines.processes.alarm import Alarm, DeviceAlarm
-from rumor.engines.processes.channel import Channel
+from rumor.engines.processes.channel import Channel, CodedChannel, Scratch
+from rumor.engines.processes.coded_mean import CodedBucketMean, CodedMean, Shares
 from rumor.engines.processes.gpu_staging import CopyThread, Staging
 from rumor.engines.processes.pending import AllReduce, BucketMean, Gossip, Links, post_receives, sums_of
 from rumor.engines.processes.transport import Group, GroupRef, Transport, default_group, keep_unclaimed
 from rumor.metrics import Metrics
 from rumor.topology import Topology
+
+AnyChannel = TypeVar("AnyChannel", bound=Channel)
 
 
 class ProcessGroup:
@@ -44,7 +48,8 @@ class ProcessGroup:
         self.n, self.rank, self.device = self.transport.n, self.transport.rank, self.transport.device
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._links: dict[tuple[Topology, int], Links] = {}
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._scratch = Scratch()
+        self._shares: dict[tuple[int, ...], Shares] = {}
         self._copy_threads: dict[torch.device, CopyThread] = {}
         self.forget_alarm()
 
@@ -55,10 +60,14 @@ class ProcessGroup:
 
     # ---- collectives -----------------------------------------------------------------------------------------------------------
 
-    def gossip(self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True) -> Pending:
-        channel, links = self._channel(x), self._links_of(topology, k)
+    def gossip(
+        self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, bits: int = 32
+    ) -> Pending:
+        channel, links = self._coded(self._channel(x), bits), self._links_of(topology, k)
         gossip = Gossip(self.transport, self.alarm, channel, links, k, scalars, own, self._scratch)
-        channel.start_copy_to_host()
+        channel.prepare()
+        if bits < 32 and not isinstance(x, Channel):
+            tensor_of(x).copy_(channel.tensor)  # what was sent
         if channel.staging is None:
             gossip.post()
         else:
@@ -75,10 +84,14 @@ class ProcessGroup:
         *,
         doing: str = "averaging globally",
         finite_check: FiniteCheck | None = sum_of_squares,
+        bits: int = 32,
+        left_out: Sequence[Tensor] = (),
     ) -> list[Pending]:
         channels = [self._channel(x) for x in xs]
+        if bits < 32:
+            return self._coded_mean(channels, k, scalars, f"{doing} at step {k}", bits, left_out)
         for channel in channels:
-            channel.start_copy_to_host(finite_check or sum_of_squares)
+            channel.prepare(finite_check or sum_of_squares)
         for channel in channels:
             if channel.staging is not None:
                 channel.staging.copied.synchronize()
@@ -94,6 +107,19 @@ class ProcessGroup:
             pending += [BucketMean(total, place) for place in range(len(some))]
         return pending
 
+    def _coded_mean(
+        self, channels: list[Channel], k: int, scalars: Tensor | None, doing: str, bits: int, left_out: Sequence[Tensor]
+    ) -> list[Pending]:
+        key = (bits, *(channel.tag for channel in channels))
+        if key not in self._shares:
+            device = channels[0].out.whole.device
+            sizes = [len(channel.tensor) for channel in channels]
+            self._shares[key] = Shares(self.transport, sizes, bits, channels[0].staging is not None, device)
+        raises = self.local is None
+        total = CodedMean(self.transport, self.alarm, self._shares[key], channels, left_out, k, doing, scalars, self._scratch, raises)
+        total.post()
+        return [CodedBucketMean(total, place) for place in range(len(channels))]
+
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
         links = self._links_of(topology, k)
         return self.full(links.kept_32 if dtype == torch.float32 else links.own)
@@ -107,6 +133,21 @@ class ProcessGroup:
         from_host = self.transport.sends_from_host
         staging = Staging(shape.numel(), dtype, device, self._copy_thread(device)) if from_host and device.type == "cuda" else None
         channel = Channel(shape.numel(), dtype, self.device if from_host else device, self.transport.new_tag(), staging)
+        return self._registered(channel)
+
+    def _coded(self, channel: Channel, bits: int) -> Channel:
+        """Return the channel of this bucket's messages, if they have this many bits."""
+        if bits == 32:
+            return channel
+        if bits not in channel.coded:
+            code, bucket, staging = CODES[bits], channel.tensor, channel.staging
+            if staging is not None:
+                staging = Staging(code.nbytes(len(bucket)), torch.uint8, bucket.device, staging.thread)
+            device = channel.out.whole.device
+            channel.coded[bits] = self._registered(CodedChannel(bucket, code, device, self.transport.new_tag(), staging, self._scratch))
+        return channel.coded[bits]
+
+    def _registered(self, channel: AnyChannel) -> AnyChannel:
         self._channels.add(channel)
         weakref.finalize(channel, _keep_expected, self.transport.group_ref, channel.expected).atexit = False
         return channel
@@ -136,14 +177,15 @@ class ProcessGroup:
 
     # ---- receives that are posted ahead of their step --------------------------------------------------------------------------
 
-    def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int) -> None:
+    def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int, bits: int = 32) -> None:
         """Post the receives of step k ahead. What is expected from a neighbour at one step can be used at any later one."""
         if not self.transport.sends_from_host:  # NCCL needs receives together with sends
             return
         links = self._links_of(topology, k)
         doing = f"preparing to gossip at step {k} with node {links.names()}"
-        for channel in buffers:
-            if isinstance(channel, Channel):
+        for buffer in buffers:
+            if isinstance(buffer, Channel):
+                channel = self._coded(buffer, bits)
                 post = partial(self.transport.call, partial(post_receives, self.transport, channel, links, ahead=True), doing)
                 if channel.staging is None:
                     post()

@@ -109,24 +109,21 @@ class Transport:
         assert work is not None  # this rank is in the group
         return work
 
-    def exchange(self, out: Tensor, receivers: Iterable[int], inbox: Sequence[tuple[Tensor, int]], tag: int) -> list[Work]:
-        """Post sends and receives (tensor, sender) together. NCCL would deadlock on them one by one."""
-        operations = [dist.P2POp(dist.isend, out, peer, self.group, tag) for peer in receivers]
+    def exchange(self, outbox: Iterable[tuple[Tensor, int]], inbox: Iterable[tuple[Tensor, int]], tag: int) -> list[Work]:
+        """Post sends (tensor, receiver) and receives (tensor, sender). Returns the receives first."""
+        if self.sends_from_host:  # receives first, or gloo asks the receiver
+            receives = [self.receive(tensor, peer, tag) for tensor, peer in inbox]
+            return receives + [work for tensor, peer in outbox for work in self.send(tensor, [peer], tag)]
+        operations = [dist.P2POp(dist.isend, tensor, peer, self.group, tag) for tensor, peer in outbox]
         operations += [dist.P2POp(dist.irecv, tensor, peer, self.group, tag) for tensor, peer in inbox]
-        return list(dist.batch_isend_irecv(operations)) if operations else []
+        return list(dist.batch_isend_irecv(operations)) if operations else []  # NCCL would deadlock on them one by one
 
     def exchange_rows(self, rows: Tensor, tag: int, doing: str) -> list[Work]:
         """Send this member's row of `rows` [n, s] to all others, and receive theirs. Returns the receives first, by member."""
         others = [(rows[member], self.global_rank(member)) for member in range(self.n) if member != self.rank]
-        own, receivers = rows[self.rank], [peer for _, peer in others]
-
-        def post() -> list[Work]:
-            if self.sends_from_host:
-                return [self.receive(row, peer, tag) for row, peer in others] + self.send(own, receivers, tag)
-            return self.exchange(own, receivers, others, tag)
-
+        own = rows[self.rank]
         self.metrics.bytes_sent += len(others) * own.nbytes
-        works: list[Work] = self.call(post, doing)
+        works: list[Work] = self.call(lambda: self.exchange([(own, peer) for _, peer in others], others, tag), doing)
         return works
 
     def sum(self, tensor: Tensor, doing: str) -> list[Work]:

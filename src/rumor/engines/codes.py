@@ -1,0 +1,277 @@
+"""Codes: numbers as 16, 8 or 4 bits, for smaller messages.
+
+A code of 8 or 4 bits works on blocks of 256 numbers. Each block has its own scale, so its error is relative to its own range:
+
+    e     the exponent of the largest magnitude; v = 2^-e x is then below 2
+    low   = min v,   step = (max v - low) / (2^bits - 1)
+    code  = round((v - low) / step)                    nearest, ties to even
+    q     = 2^e (code step + low)                      what the receiver uses, within half a step of x
+
+With 4 bits, `low` and `step` travel in float16. The exponent keeps them accurate for blocks of any size, down to the smallest float32.
+With 16 bits, numbers travel as bfloat16. Codes of float64 numbers are those of the nearest float32.
+
+On a CPU, torch's own row-wise operators for embeddings (fbgemm's vector code) do the work; on a GPU, Triton kernels. The plain functions
+in this file define the result.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK = 256  # numbers
+WIDTHS = (32, 16, 8, 4)  # 32: as they are
+
+Parts = tuple[Tensor, ...]  # what encodes N blocks: tensors [N, bytes]
+
+
+class Code(ABC):
+    """How blocks of numbers become bytes, and back.
+
+    Attributes:
+        bits: for each number.
+        widths: bytes of each part of a block.
+    """
+
+    bits: int
+    widths: tuple[int, ...]
+
+    @abstractmethod
+    def pack(self, blocks: Tensor) -> tuple[Parts, Tensor]:
+        """Encode blocks [N, 256] in float32. Returns the parts, and a number that is finite only if all of `blocks` is."""
+
+    @abstractmethod
+    def unpack(self, parts: Parts) -> Tensor:
+        """Decode N blocks, [N, 256] in float32."""
+
+    def nbytes(self, d: int) -> int:
+        """Number of bytes of d numbers."""
+        return blocks_of(d) * sum(self.widths)
+
+    def encode(self, x: Tensor, out: Tensor) -> Tensor:
+        """Encode `x` [d] into the bytes `out`. Returns a number that is finite only if all of `x` is."""
+        parts, size = self.pack(_as_blocks(x))
+        for place, part in zip(self._places(out), parts, strict=True):
+            place.copy_(part)
+        return size
+
+    def decode(self, code: Tensor, out: Tensor) -> Tensor:
+        """Decode into `out` [d], of any float dtype."""
+        return out.copy_(self.unpack(tuple(self._places(code))).view(-1)[: out.numel()])
+
+    def round_trip(self, x: Tensor) -> Tensor:
+        """x <- decode(encode(x)), for every row of x [..., d]."""
+        if (kernels := _triton(x.device)) is not None and x.is_contiguous():
+            kernels.round_trip(x, self.bits)
+            return x
+        return x.copy_(self.unpack(self.pack(_as_blocks(x))[0]).view(*x.shape[:-1], -1)[..., : x.shape[-1]])
+
+    def _places(self, code: Tensor) -> Sequence[Tensor]:
+        count = code.numel() // sum(self.widths)
+        return [place.view(count, -1) for place in torch.split(code, [count * width for width in self.widths])]
+
+
+class BFloat16(Code):
+    """The nearest bfloat16."""
+
+    bits = 16
+    widths = (2 * BLOCK,)
+
+    def pack(self, blocks: Tensor) -> tuple[Parts, Tensor]:
+        return (blocks.bfloat16().view(torch.uint8),), _magnitudes(blocks).amax()
+
+    def unpack(self, parts: Parts) -> Tensor:
+        return parts[0].view(torch.bfloat16).float()
+
+    def round_trip(self, x: Tensor) -> Tensor:
+        return x.copy_(x.float().bfloat16())
+
+
+class Levels8(Code):
+    """256 levels for each block; low and step in float32."""
+
+    bits = 8
+    widths = (BLOCK + 8,)
+
+    def pack(self, blocks: Tensor) -> tuple[Parts, Tensor]:
+        if (kernels := _triton(blocks.device)) is not None:
+            code, _, sizes = kernels.pack(blocks, self.bits)
+            return (code,), sizes.amax()
+        magnitudes = _magnitudes(blocks)
+        exponents = _exponents(magnitudes)
+        code = _on(blocks).pack8(blocks * _power(254 - exponents))
+        code.view(torch.float32)[:, BLOCK // 4 :].mul_(_power(exponents))
+        return (code,), magnitudes.amax()
+
+    def unpack(self, parts: Parts) -> Tensor:
+        (code,) = parts
+        kernels = _triton(code.device)
+        return _on(code).unpack8(code) if kernels is None else kernels.unpack(code, None, self.bits)
+
+
+class Levels4(Code):
+    """16 levels for each block; low and step in float16, and the exponent as one byte."""
+
+    bits = 4
+    widths = (BLOCK // 2 + 4, 1)
+
+    def pack(self, blocks: Tensor) -> tuple[Parts, Tensor]:
+        if (kernels := _triton(blocks.device)) is not None:
+            *parts, sizes = kernels.pack(blocks, self.bits)
+            return tuple(parts), sizes.amax()
+        magnitudes = _magnitudes(blocks)
+        exponents = _exponents(magnitudes)
+        return (_on(blocks).pack4(blocks * _power(254 - exponents)), exponents.to(torch.uint8)), magnitudes.amax()
+
+    def unpack(self, parts: Parts) -> Tensor:
+        code, exponents = parts
+        if (kernels := _triton(code.device)) is not None:
+            return kernels.unpack(code, exponents, self.bits)
+        return _on(code).unpack4(code).mul_(_power(exponents.int()))
+
+
+CODES: dict[int, Code] = {code.bits: code for code in (BFloat16(), Levels8(), Levels4())}
+
+
+def blocks_of(d: int) -> int:
+    """Number of blocks of d numbers."""
+    return -(-d // BLOCK)
+
+
+class Owned(NamedTuple):
+    """Numbers `start` to `end` of bucket `bucket`: whole blocks, except for the last one of a bucket."""
+
+    bucket: int
+    start: int
+    end: int
+
+
+def owned_by_each(sizes: Sequence[int], n: int) -> list[list[Owned]]:
+    """Share out the blocks of buckets of these sizes among n nodes, evenly and in order. Returns what each node owns.
+
+    >>> owned_by_each([600, 100], 2)
+    [[Owned(bucket=0, start=0, end=512)], [Owned(bucket=0, start=512, end=600), Owned(bucket=1, start=0, end=100)]]
+    """
+    counts = [blocks_of(d) for d in sizes]
+    first = [0, *accumulate(counts)]  # block of each bucket
+    shares: list[list[Owned]] = []
+    for i in range(n):
+        lowest, highest = (first[-1] * j // n for j in (i, i + 1))
+        shares.append([])
+        for b, d in enumerate(sizes):
+            start, end = max(lowest, first[b]) - first[b], min(highest, first[b + 1]) - first[b]
+            if start < end:
+                shares[i].append(Owned(b, start * BLOCK, min(end * BLOCK, d)))
+    return shares
+
+
+def _as_blocks(x: Tensor) -> Tensor:
+    """Return the numbers of x [..., d] in float32 as blocks [N, 256]; each row ends with a block of its own, filled up with zeros."""
+    missing = -x.shape[-1] % BLOCK
+    if missing:
+        x = torch.nn.functional.pad(x, (0, missing))
+    return x.float().reshape(-1, BLOCK)
+
+
+def _magnitudes(blocks: Tensor) -> Tensor:
+    """Return the largest magnitude of each block, [N, 1]. NaN if it holds one."""
+    return torch.maximum(blocks.amax(dim=1, keepdim=True), -blocks.amin(dim=1, keepdim=True))
+
+
+def _exponents(magnitudes: Tensor) -> Tensor:
+    """Return the exponents of float32 numbers as float32 stores them: e + 127, within 1 and 253, so that 2^e and 2^-e are not denormal."""
+    return (magnitudes.view(torch.int32) >> 23).clamp_(1, 253)
+
+
+def _power(exponents: Tensor) -> Tensor:
+    """Return 2^e for e + 127, exactly."""
+    return (exponents << 23).view(torch.float32)
+
+
+# ---- the definition ----------------------------------------------------------------------------------------------------------------
+
+
+class Kernels(ABC):
+    """Encodes and decodes blocks of numbers below 4, in the layout of torch's row-wise operators: codes, then step, then low."""
+
+    pack8: Callable[[Tensor], Tensor]  # [N, 256] float32 -> [N, 264]
+    unpack8: Callable[[Tensor], Tensor]
+    pack4: Callable[[Tensor], Tensor]  # [N, 256] float32 -> [N, 132]; the first number of two is in the lower half of a byte
+    unpack4: Callable[[Tensor], Tensor]
+
+
+class Plain(Kernels):
+    """The definition, in plain torch."""
+
+    @staticmethod
+    def pack8(blocks: Tensor) -> Tensor:
+        low = blocks.amin(dim=1, keepdim=True)
+        spread = blocks.amax(dim=1, keepdim=True) - low
+        codes = ((blocks - low) * (255 / (spread + 1e-8))).round_().clamp_(0, 255).to(torch.uint8)
+        return torch.cat([codes, torch.cat([spread / 255, low], dim=1).view(torch.uint8)], dim=1)
+
+    @staticmethod
+    def unpack8(code: Tensor) -> Tensor:
+        scales = code[:, BLOCK:].contiguous().view(torch.float32)  # step, low
+        return code[:, :BLOCK].float() * scales[:, :1] + scales[:, 1:]
+
+    @staticmethod
+    def pack4(blocks: Tensor) -> Tensor:
+        low = blocks.amin(dim=1, keepdim=True).half()
+        step = ((blocks.amax(dim=1, keepdim=True) - low.float()) / 15).half()
+        step = torch.where(step == 0, 1.0, step)  # all numbers are `low`
+        codes = ((blocks - low.float()) * (1 / step.float())).round_().clamp_(0, 15).to(torch.uint8)
+        pairs = codes[:, 0::2] | codes[:, 1::2] << 4
+        return torch.cat([pairs, torch.cat([step, low], dim=1).view(torch.uint8)], dim=1)
+
+    @staticmethod
+    def unpack4(code: Tensor) -> Tensor:
+        scales = code[:, BLOCK // 2 :].contiguous().view(torch.float16).float()  # step, low
+        pairs = code[:, : BLOCK // 2]
+        codes = torch.stack([pairs & 15, pairs >> 4], dim=2).view(-1, BLOCK)
+        return codes.float() * scales[:, :1] + scales[:, 1:]
+
+
+class Rowwise(Kernels):
+    """torch's operators for embedding tables, on a CPU."""
+
+    pack8 = staticmethod(torch.ops.quantized.embedding_bag_byte_prepack)
+    unpack8 = staticmethod(torch.ops.quantized.embedding_bag_byte_unpack)
+    pack4 = staticmethod(torch.ops.quantized.embedding_bag_4bit_prepack)
+    unpack4 = staticmethod(torch.ops.quantized.embedding_bag_4bit_unpack)
+
+
+def _on(x: Tensor) -> type[Kernels]:
+    return Rowwise if x.device.type == "cpu" else Plain
+
+
+class TritonCodes(Protocol):
+    """The functions of triton_codes.py."""
+
+    def round_trip(self, x: Tensor, bits: int) -> None: ...
+    def pack(self, blocks: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]: ...
+    def unpack(self, code: Tensor, exponents: Tensor | None, bits: int) -> Tensor: ...
+
+
+@cache
+def _triton(device: torch.device) -> TritonCodes | None:
+    """Return the Triton kernels, if there are any for this device and they can be built. Warns once if they can't."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from rumor.engines import triton_codes
+
+    try:
+        triton_codes.round_trip(torch.zeros(1, device=device), 4)
+    except Exception as error:  # Triton and the compiler behind it raise all sorts of errors
+        reason = str(error).strip().split("\n")[-1] or type(error).__name__
+        warnings.warn(f"Triton can't build its kernels here ({reason}): codes will take several passes over memory", stacklevel=2)
+        return None
+    return triton_codes

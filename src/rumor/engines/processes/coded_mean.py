@@ -1,0 +1,192 @@
+"""CodedMean: an average over all nodes with codes, in the place of an all-reduce.
+
+Each node owns a share of the blocks. It receives the codes of its share from all nodes, averages them, and sends its code of the mean to
+all. So 2 (n - 1)/n codes of the model leave a node, and all nodes end with bitwise the same mean: the one that the owners have sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rumor.engines.codes import CODES, Owned, owned_by_each
+from rumor.engines.engine import NO_SCALARS, Mixed, Pending
+from rumor.engines.processes.alarm import Alarm
+from rumor.engines.processes.channel import Channel, Scratch
+from rumor.engines.processes.message import Message
+from rumor.engines.processes.transport import Transport, Work
+
+
+class Shares:
+    """Who owns which blocks of some buckets, and the memory for their messages.
+
+    Attributes:
+        owned: what each node owns.
+        out: messages with this node's codes, to each owner.
+        inbox: messages with each node's codes of this node's share; its own is the one in `out`.
+        means: messages with each owner's code of the mean.
+        tags: of the two exchanges.
+    """
+
+    def __init__(self, transport: Transport, sizes: Sequence[int], bits: int, pinned: bool, device: torch.device):
+        self.code = CODES[bits]
+        self.owned = owned_by_each(sizes, transport.n)
+        self.tags = transport.new_tag(), transport.new_tag()
+        lengths = [sum(self.code.nbytes(end - start) for _, start, end in share) for share in self.owned]
+
+        def message(length: int) -> Message:
+            return Message(length, torch.uint8, device, pinned)
+
+        self.out = [message(length) for length in lengths]
+        self.means = [message(length) for length in lengths]
+        self.inbox = [self.out[i] if i == transport.rank else message(lengths[transport.rank]) for i in range(transport.n)]
+
+    def parts(self, owner: int, message: Message) -> Iterator[tuple[Owned, Tensor]]:
+        """Yield what `owner` owns of each bucket, and the place of its code in `message`."""
+        at = 0
+        for owned in self.owned[owner]:
+            length = self.code.nbytes(owned.end - owned.start)
+            yield owned, message.payload[at : at + length]
+            at += length
+
+
+class CodedMean:
+    """One average of several buckets, and of scalars that travel in the heads of its messages.
+
+    Args:
+        transport: sends messages to the other nodes.
+        alarm: whether a model was not finite.
+        shares: the owners, and the memory for the messages.
+        channels: the buckets.
+        left_out: what earlier averages left out of each bucket (see `Engine.mean`).
+        k: the step.
+        doing: for errors.
+        scalars: numbers of this node.
+        scratch: memory for decoded codes.
+        raises: False if the ranks of a node have to learn of an alarm before they raise.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        alarm: Alarm,
+        shares: Shares,
+        channels: Sequence[Channel],
+        left_out: Sequence[Tensor],
+        k: int,
+        doing: str,
+        scalars: Tensor | None,
+        scratch: Scratch,
+        raises: bool = True,
+    ):
+        self.transport, self.alarm, self.shares, self.channels, self.left_out = transport, alarm, shares, channels, left_out
+        self.k, self.doing, self.scalars, self.scratch, self.raises = k, doing, scalars, scratch, raises
+        self.works: list[Work] = []
+        self._mean_of_scalars: Tensor | None = None  # once the average has arrived
+        self._is_alarmed = False
+
+    def post(self) -> None:
+        """Send the codes of `channels` + `left_out` to the owners. What the codes leave out stays in `left_out`."""
+        for channel, rest in zip(self.channels, self.left_out, strict=True):
+            rest.add_(channel.tensor)
+        for owner, message in enumerate(self.shares.out):
+            sizes = [self._encode(self._slice(self.left_out, owned), code) for owned, code in self.shares.parts(owner, message)]
+            self.alarm.write(message, _largest(sizes), self.transport.rank, self.k)
+            if self.scalars is not None:
+                message.scalars(self.scalars.numel()).copy_(self.scalars)
+        self._exchange(self.shares.out, self.shares.inbox, self.shares.tags[0])
+
+    def arrive(self) -> Tensor:
+        """Wait for the average, and return that of the scalars. Every bucket calls it; only the first has to wait."""
+        if self._mean_of_scalars is None:
+            self._wait(self.shares.tags[0])
+            for node, message in enumerate(self.shares.inbox):
+                self.alarm.hear(message, node, self.k)
+            self._average_share()
+            rank, n = self.transport.rank, self.transport.n
+            self._exchange([self.shares.means[rank]] * n, self.shares.means, self.shares.tags[1])
+            self._wait(self.shares.tags[1])
+            self._mean_of_scalars = self._average_scalars()
+            self._is_alarmed = float(self.alarm.is_known()) > 0  # by all nodes alike: each has heard all
+        if self._is_alarmed:
+            first = self.alarm.as_tensor()
+            if self.raises:
+                raise self.alarm.error(float(first))
+            self.alarm.settle(first)
+        return self._mean_of_scalars
+
+    def mean(self, place: int) -> Tensor:
+        """Return the mean of one bucket, in shared memory. If some model was not finite, return this node's own."""
+        tensor = self.channels[place].tensor
+        found = self.scratch(tensor, "mean")
+        if self._is_alarmed:
+            return found.copy_(tensor)
+        for owner, message in enumerate(self.shares.means):
+            for owned, code in self.shares.parts(owner, message):
+                if owned.bucket == place:
+                    self._decode(code, found[owned.start : owned.end])
+        return found
+
+    def _average_share(self) -> None:
+        """Average this node's share, and encode the mean. What its code leaves out counts n times: the next average divides it by n."""
+        rank, n = self.transport.rank, self.transport.n
+        inbox = [self.shares.parts(rank, message) for message in self.shares.inbox]
+        for (owned, code), *received in zip(self.shares.parts(rank, self.shares.means[rank]), *inbox, strict=True):
+            rest = self._slice(self.left_out, owned)
+            total, one = self.scratch(rest, "mean").zero_(), self.scratch(rest, "received 0")
+            for _, theirs in received:
+                total += self._decode(theirs, one)
+            total /= n
+            self._encode(total, code)  # leaves what it has rounded off
+            rest.add_(total, alpha=n)
+
+    def _average_scalars(self) -> Tensor:
+        if self.scalars is None:
+            return NO_SCALARS
+        return torch.stack([message.scalars(self.scalars.numel()).clone() for message in self.shares.inbox]).mean(dim=0)
+
+    def _encode(self, x: Tensor, code: Tensor) -> Tensor:
+        """Encode `x`, and leave in it what the code leaves out. Returns a number that is finite only if all of `x` was."""
+        on_device = code if code.device == x.device else torch.empty_like(code, device=x.device)
+        size = self.shares.code.encode(x, on_device)
+        x.sub_(self._decode(on_device, self.scratch(x, "sent")))
+        if on_device is not code:
+            code.copy_(on_device)
+        return size
+
+    def _decode(self, code: Tensor, out: Tensor) -> Tensor:
+        return self.shares.code.decode(code.to(out.device), out)
+
+    def _slice(self, tensors: Sequence[Tensor], owned: Owned) -> Tensor:
+        return tensors[owned.bucket][owned.start : owned.end]
+
+    def _exchange(self, out: Sequence[Message], inbox: Sequence[Message], tag: int) -> None:
+        transport = self.transport
+        peers = [(node, transport.global_rank(node)) for node in range(transport.n) if node != transport.rank]
+        outbox = [(out[node].whole, peer) for node, peer in peers]
+        expected = [(inbox[node].whole, peer) for node, peer in peers]
+        self.works += transport.call(lambda: transport.exchange(outbox, expected, tag), self.doing)
+        transport.track(tag, self.works, self.shares)
+        transport.metrics.bytes_sent += sum(tensor.nbytes for tensor, _ in outbox)
+
+    def _wait(self, tag: int) -> None:
+        self.transport.wait(self.works, self.doing, tag=tag)
+
+
+@dataclass
+class CodedBucketMean(Pending):
+    """One bucket's part of a CodedMean."""
+
+    total: CodedMean
+    place: int
+
+    def wait(self) -> Mixed:
+        scalars = self.total.arrive()
+        return Mixed(self.total.mean(self.place), scalars if self.place == 0 else NO_SCALARS)
+
+
+def _largest(sizes: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(sizes)).amax() if sizes else torch.zeros(())
