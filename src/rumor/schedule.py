@@ -2,7 +2,7 @@
 
 `start()` returns the state, `is_global(state)` says whether the coming step is a global one, and `next(state, loss)` returns the state
 after it. The state is an explicit value of plain numbers that are equal on every node: all nodes must always agree on the next round, or
-they would wait for each other for ever.
+they would wait for each other forever.
 """
 
 from __future__ import annotations

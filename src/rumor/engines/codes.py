@@ -86,7 +86,8 @@ class BFloat16(Code):
     widths = (2 * BLOCK,)
 
     def pack(self, blocks: Tensor) -> tuple[Parts, Tensor]:
-        return (blocks.bfloat16().view(torch.uint8),), _magnitudes(blocks).amax()
+        rounded = blocks.bfloat16()  # which may overflow
+        return (rounded.view(torch.uint8),), _magnitudes(rounded).amax().float()
 
     def unpack(self, parts: Parts) -> Tensor:
         return parts[0].view(torch.bfloat16).float()

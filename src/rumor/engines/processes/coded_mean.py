@@ -92,9 +92,11 @@ class CodedMean:
         """Send the codes of `channels` + `left_out` to the owners. What the codes leave out stays in `left_out`."""
         for channel, rest in zip(self.channels, self.left_out, strict=True):
             rest.add_(channel.tensor)
-        for owner, message in enumerate(self.shares.out):
-            sizes = [self._encode(self._slice(self.left_out, owned), code) for owned, code in self.shares.parts(owner, message)]
-            self.alarm.write(message, _largest(sizes), self.transport.rank, self.k)
+        parts = [part for owner, message in enumerate(self.shares.out) for part in self.shares.parts(owner, message)]
+        sizes = [self._encode(self._slice(self.left_out, owned), code) for owned, code in parts]
+        size = torch.stack(sizes).amax()
+        for message in self.shares.out:
+            self.alarm.write(message, size, self.transport.rank, self.k)  # of the whole model: every owner must know
             if self.scalars is not None:
                 message.scalars(self.scalars.numel()).copy_(self.scalars)
         self._exchange(self.shares.out, self.shares.inbox, self.shares.tags[0])
@@ -186,7 +188,3 @@ class CodedBucketMean(Pending):
     def wait(self) -> Mixed:
         scalars = self.total.arrive()
         return Mixed(self.total.mean(self.place), scalars if self.place == 0 else NO_SCALARS)
-
-
-def _largest(sizes: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(sizes)).amax() if sizes else torch.zeros(())

@@ -1,0 +1,274 @@
+"""Codes of a few bits: what they are, and what methods that send them keep."""
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rumor
+from rumor.engines import StackedBuckets, codes
+from rumor.engines.codes import BLOCK, CODES, blocks_of, owned_by_each
+from rumor.methods import Nodes
+from tests.cluster import Cluster
+from tests.problems import N, flat
+from tests.test_mixing import mass
+
+BITS = tuple(CODES)
+SIZES = (1e-41, 1e-30, 1e-7, 1.0, 1e30)
+BLOCKS: dict[str, Tensor] = {
+    "zeros": torch.zeros(BLOCK),
+    "negative zeros": torch.full((BLOCK,), -0.0),
+    "equal numbers": torch.full((BLOCK,), 0.7),
+    "one huge number": torch.cat([torch.full((BLOCK - 1,), 1e-3), torch.tensor([1e30])]),
+    "the largest": torch.full((BLOCK,), 3.38e38),
+    "large and both signs": 3e38 * torch.linspace(-1, 1, BLOCK),
+    "denormals": torch.linspace(-1e-40, 1e-40, BLOCK),
+    "one denormal": torch.full((BLOCK,), 1e-45),
+    "a shifted block": torch.linspace(1.0, 1.001, BLOCK),
+}
+
+
+def step_of(x: Tensor, bits: int) -> Tensor:
+    """The distance of two levels of each block, [N, 1]; of bfloat16s, twice their precision."""
+    blocks = x.view(-1, BLOCK).double()
+    largest = blocks.abs().amax(1, keepdim=True)
+    return largest * 2**-7 if bits == 16 else (blocks.amax(1, keepdim=True) - blocks.amin(1, keepdim=True)) / (2**bits - 1)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_number_comes_back_within_half_a_step(bits: int, size: float) -> None:
+    x = torch.randn(300, BLOCK) * size
+    back = CODES[bits].round_trip(x.clone())
+    smallest = {16: 1e-40, 8: 255 * 1.5e-45, 4: 3e-45}[bits]  # bfloat16, 255 steps, and float32 have no smaller numbers
+    assert ((back - x).abs() <= 0.501 * step_of(x, bits) + smallest).all()
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("bits", BITS)
+def test_every_kind_of_block_survives(bits: int, name: str) -> None:
+    x = BLOCKS[name]
+    back = CODES[bits].round_trip(x.clone())
+    precision = 2**-7 if bits == 16 else 2**-11 if bits == 4 else 2**-22  # of low and step
+    assert back.isfinite().all()
+    assert ((back - x).abs() <= 0.501 * step_of(x, bits)[0] + precision * x.abs().max() + {16: 1e-40, 8: 255 * 1.5e-45, 4: 3e-45}[bits]).all()
+    if not x.any():
+        assert not back.any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("bits", [8, 4])
+def test_torchs_operators_give_what_the_definition_gives(bits: int, size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.cat([torch.randn(300, BLOCK) * size, torch.stack(list(BLOCKS.values())) * min(size, 0.4)])
+    found, _ = CODES[bits].pack(x)
+    decoded = CODES[bits].unpack(found)
+    monkeypatch.setattr(codes, "_on", lambda _: codes.Plain)
+    defined, _ = CODES[bits].pack(x)
+    if bits == 4:
+        assert all(torch.equal(a, b) for a, b in zip(found, defined, strict=True))
+        assert torch.equal(decoded, CODES[bits].unpack(defined))
+    else:  # where a number is in the middle of two levels, it may be rounded up or down
+        differ = (found[0] != defined[0])[:, :BLOCK]
+        assert differ.float().mean() < 1e-3
+        assert ((decoded - CODES[bits].unpack(defined)).abs() <= 1.001 * step_of(x, bits) + 1e-6 * x.abs().amax(1, keepdim=True)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d", [1, 255, 256, 257, 5000])
+@pytest.mark.parametrize("bits", BITS)
+def test_a_message_holds_what_the_round_trip_gives(bits: int, d: int, dtype: torch.dtype) -> None:
+    code, x = CODES[bits], torch.randn(3, d).to(dtype)
+    message = torch.zeros(code.nbytes(d), dtype=torch.uint8)
+    assert code.encode(x[1], message).isfinite()
+    decoded = code.decode(message, torch.empty(d, dtype=dtype))
+    assert torch.equal(decoded, code.round_trip(x.clone())[1]), "each row has blocks of its own"
+    assert len(message) <= (bits / 8 + 0.05) * BLOCK * blocks_of(d)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bits", BITS)
+def test_a_number_that_is_not_finite_does_not_hide(bits: int, bad: float) -> None:
+    x = torch.randn(1000)
+    x[700] = bad
+    assert not CODES[bits].encode(x, torch.zeros(CODES[bits].nbytes(1000), dtype=torch.uint8)).isfinite()
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 50])
+@pytest.mark.parametrize("sizes", [[1], [256], [257, 3], [10_000, 512, 700]])
+def test_every_number_has_one_owner(sizes: list[int], n: int) -> None:
+    shares = owned_by_each(sizes, n)
+    owned = [torch.zeros(d, dtype=torch.int64) for d in sizes]
+    for b, start, end in itertools.chain(*shares):
+        owned[b][start:end] += 1
+        assert start % BLOCK == 0
+        assert end % BLOCK == 0 or end == sizes[b]
+    assert all((one == 1).all() for one in owned)
+    counts = [sum(blocks_of(end - start) for _, start, end in share) for share in shares]
+    assert max(counts) - min(counts) <= 1
+
+
+# ---- methods -----------------------------------------------------------------------------------------------------------------------
+
+METHODS: dict[str, Callable[[int], rumor.GossipPGA]] = {
+    "parallel": lambda bits: rumor.parallel_sgd(bits=bits),
+    "ring": lambda bits: rumor.gossip_pga(rumor.ring, H=10**9, bits=bits),
+    "one-peer": lambda bits: rumor.gossip_pga(rumor.one_peer_exponential, H=10**9, bits=bits),
+    "ring delayed": lambda bits: rumor.gossip_pga(rumor.ring, H=10**9, delay=1, bits=bits),
+    "one-peer delayed": lambda bits: rumor.gossip_pga(rumor.one_peer_exponential, H=10**9, delay=1, bits=bits),
+    "PGA": lambda bits: rumor.gossip_pga(rumor.ring, H=6, bits=bits),
+    "PGA delayed": lambda bits: rumor.gossip_pga(rumor.one_peer_exponential, H=6, delay=1, bits=bits),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("bits", BITS)
+def test_a_thousand_steps_of_consensus_end_within_a_level(bits: int, name: str) -> None:
+    """Without gradients. What separates the nodes in the end is what codes can't express; it must not grow."""
+    n, d = 8, 600
+    algorithm = METHODS[name](bits).bind(n)
+    x = torch.randn(1, d, dtype=torch.float64).repeat(n, 1)
+    nodes = Nodes(StackedBuckets([x]), StackedBuckets([]), rumor.Stacked(n))
+    state = algorithm.start(nodes)
+    start = torch.randn(n, d, dtype=torch.float64)
+    x += start
+    mean = x.mean(dim=0)
+    for _ in range(1000):
+        algorithm.step(nodes, state)
+    assert (mass(x, state).mean(dim=0) - mean).abs().max() < 1e-9
+    level = (start.max() - start.min()).item() / (2**bits - 1 if bits < 16 else 2**8)
+    assert (x - mean).abs().max() < 2 * level
+
+
+def lone_steps(rank: int, bits: int, delay: int) -> tuple[Tensor, Tensor]:
+    """The model as it will be once what is in flight has arrived, and what was left out of it, before and after each step."""
+    torch.manual_seed(0)
+    model = nn.Linear(40, 90)
+    averager = rumor.Averager(model, rumor.gossip_pga(rumor.ring, H=3, bits=bits, delay=delay))
+    generator, seen = torch.Generator().manual_seed(rank), []
+    for _ in range(7):
+        with torch.no_grad():
+            for p in model.parameters():
+                p += torch.randn(p.shape, generator=generator)
+        for is_after in (False, True):
+            if is_after:
+                averager.step()
+            state = averager.replica.runner.state
+            flight = [] if state.in_flight is None else list(zip(state.in_flight.pending, state.in_flight.sent, strict=True))
+            change = torch.cat([message.wait().x - sent.tensor for message, sent in flight]) if flight else torch.zeros(1)
+            seen.append(flat(model).double() + change + torch.cat(state.buckets["left_out"]))
+    return torch.stack(seen[0::2]), torch.stack(seen[1::2])
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("bits", BITS)
+def test_real_processes_keep_the_mean(four: Cluster, bits: int, delay: int) -> None:
+    before, after = (torch.stack(parts).mean(dim=0) for parts in zip(*four.run(lone_steps, bits, delay), strict=True))
+    assert (after - before).abs().max() < 3e-6  # of numbers up to 10, in float32
+
+
+def large_model(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(31, 300), nn.Tanh(), nn.Linear(300, 230), nn.Tanh(), nn.Linear(230, 7)).to(dtype)
+
+
+def trained_large(rank: int | None, bits: int, delay: int, dtype: torch.dtype) -> Tensor:
+    """Train a model of many blocks and several buckets: one rank among processes, or all nodes in a Simulator if `rank` is None."""
+    algorithm, x = rumor.gossip_pga(rumor.ring, H=3, bits=bits, delay=delay), torch.randn(8, N, 5, 31, dtype=dtype)
+    model = large_model(dtype)
+    sim = rumor.Simulator(model, algorithm, n=N) if rank is None else None
+    averager = rumor.Averager(model, algorithm) if sim is None else sim
+    opt = torch.optim.SGD(model.parameters() if sim is None else sim.parameters(), lr=0.1, momentum=0.9)
+    for batch in x:
+        opt.zero_grad()
+        loss = averager(large_loss, batch) if sim is not None else large_loss(model, batch[rank])
+        loss.sum().backward()
+        opt.step()
+        averager.step(loss)
+    return sim.X if sim is not None else flat(model)
+
+
+def large_loss(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x) - x[:, :7]).square().mean()
+
+
+def rank_of_large(rank: int, *arguments: object) -> Tensor:
+    torch.manual_seed(4)
+    return trained_large(rank, *arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("bits", BITS)
+def test_engines_agree_on_a_model_of_many_blocks(four: Cluster, bits: int, delay: int) -> None:
+    torch.manual_seed(4)
+    expected = trained_large(None, bits, delay, torch.float64)
+    assert blocks_of(expected.shape[1]) > 300
+    assert (torch.stack(four.run(rank_of_large, bits, delay, torch.float64)) - expected).abs().max() < 1e-9
+
+
+def half_precision(rank: int, bits: int, delay: int) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Linear(40, 90).bfloat16()
+    averager = rumor.Averager(model, rumor.gossip_pga(rumor.ring, H=3, bits=bits, delay=delay))
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(7 if delay == 0 else 6):
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.1 * torch.randn(p.shape, generator=generator).bfloat16()
+        averager.step()
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+    return flat(model).float()
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("bits", BITS)
+def test_models_in_half_precision_stay_close_to_those_with_plain_messages(four: Cluster, bits: int, delay: int) -> None:
+    plain, coded = (torch.stack(four.run(half_precision, b, delay)) for b in (32, bits))
+    error = (coded - plain).abs().max()
+    assert 0 < error < 0.1, "a step adds 0.1, and codes are finer than that"
+
+
+def test_what_codes_can_not_do_is_refused_with_a_reason() -> None:
+    for build in (
+        lambda: rumor.gossip_sgd(rumor.ring, bits=4),
+        lambda: rumor.gossip_sgd(rumor.ring(4), bits=8),
+        lambda: rumor.gossip_pga(rumor.ring, 6, average_rounds=3, bits=4),
+    ):
+        with pytest.raises(ValueError, match=r"needs global averages by an all-reduce.*Use bits=16 or 32"):
+            build()
+    for bits in (0, 1, 2, 5, 64, 4.5, "4", True, None):
+        with pytest.raises(ValueError, match="bits must be 32, 16, 8 or 4, got"):
+            rumor.parallel_sgd(bits=bits)
+
+
+def test_the_number_of_bits_is_part_of_the_method() -> None:
+    four, eight, plain = (rumor.gossip_pga(rumor.ring(4), 6, bits=bits) for bits in (4, 8, 32))
+    assert four != eight
+    assert repr(four).endswith("bits=4)")
+    assert "bits" not in repr(plain), "checkpoints of earlier versions still fit"
+
+
+def bytes_of_a_period(rank: int, bits: int) -> int:
+    averager = rumor.Averager(nn.Linear(1000, 100), rumor.gossip_pga(rumor.one_peer_exponential, H=6, bits=bits))
+    for _ in range(12):
+        averager.step()
+    return averager.metrics.bytes_sent
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_bytes_that_are_counted_are_those_that_travel(four: Cluster, bits: int) -> None:
+    parameters, steps, rounds = 100_100, 10, 2
+    limit = parameters * bits / 8 * (steps + rounds * 2 * (N - 1) / N)
+    for found in four.run(bytes_of_a_period, bits):
+        assert limit < found < 1.06 * limit
+    sim = rumor.Simulator(nn.Linear(1000, 100), rumor.gossip_pga(rumor.one_peer_exponential, H=6, bits=bits), n=N)
+    for _ in range(12):
+        sim.step()
+    assert limit < sim.metrics.bytes_sent < 1.06 * limit
+
+
+def test_two_copies_of_the_parameters_are_all_that_codes_keep() -> None:
+    sim = rumor.Simulator(nn.Linear(100, 100), rumor.gossip_pga(rumor.ring, H=6, bits=4), n=4)
+    kept = sum(tensor.numel() for tensors in sim._runner.state.buckets.values() for tensor in tensors)
+    assert kept == 2 * sim.X.numel()
