@@ -128,6 +128,11 @@ def step(repeats: int, build: Build, without: list[str]) -> dict[str, Any]:
         contestants[f"{name}, delay=0"] = with_averager(build, algorithm(graph))
         contestants[f"{name}, delay=0, lazy"] = with_averager(build, algorithm(graph), lazy=True)
         contestants[f"{name}, delay=1"] = with_averager(build, algorithm(graph, delay=1))
+    for bits in (8, 4):
+        contestants[f"Gossip-PGA, {bits} bits"] = with_averager(build, rumor.gossip_pga(graph, H, bits=bits))
+    contestants["Gossip-PGA, 4 bits, lazy"] = with_averager(build, rumor.gossip_pga(graph, H, bits=4), lazy=True)
+    contestants["Gossip-PGA, 4 bits, delay=1"] = with_averager(build, rumor.gossip_pga(graph, H, bits=4, delay=1))
+    contestants["Parallel SGD, 4 bits"] = with_averager(build, rumor.parallel_sgd(n, bits=4))
     contestants["Gossip-PGA, crude"] = crude(build, n)
     chosen = {name: step for name, step in contestants.items() if not any(word in name for word in without)}
     return take_turns(chosen, TURN, repeats, H)

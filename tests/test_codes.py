@@ -53,7 +53,9 @@ def test_every_kind_of_block_survives(bits: int, name: str) -> None:
     back = CODES[bits].round_trip(x.clone())
     precision = 2**-7 if bits == 16 else 2**-11 if bits == 4 else 2**-22  # of low and step
     assert back.isfinite().all()
-    assert ((back - x).abs() <= 0.501 * step_of(x, bits)[0] + precision * x.abs().max() + {16: 1e-40, 8: 255 * 1.5e-45, 4: 3e-45}[bits]).all()
+    assert (
+        (back - x).abs() <= 0.501 * step_of(x, bits)[0] + precision * x.abs().max() + {16: 1e-40, 8: 255 * 1.5e-45, 4: 3e-45}[bits]
+    ).all()
     if not x.any():
         assert not back.any()
 

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -195,7 +196,8 @@ def training(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], list[int],
         ends = time.monotonic() + warm.DEADLINE
         while b"[#" not in shown:
             assert time.monotonic() < ends, shown
-            shown += os.read(screen, 65536)
+            if select.select([screen], [], [], 1.0)[0]:
+                shown += os.read(screen, 65536)
         is_worker = re.compile(rb"spawn_main")
         everyone = descendants(process.pid)
         workers = sorted(pid for pid in everyone if is_worker.search(Path(f"/proc/{pid}/cmdline").read_bytes()))

@@ -109,11 +109,11 @@ def after_a_global_round(rank: int, name: str) -> torch.Tensor:
     return torch.stack(models)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["parallel_sgd", "local_sgd", "gossip_pga", "gossip_aga", "slowmo"]
-    + ["parallel_sgd 4 bits", "local_sgd 8 bits", "gossip_pga 16 bits", "gossip_aga 4 bits", "slowmo 4 bits"],
-)
+AVERAGED = ["parallel_sgd", "local_sgd", "gossip_pga", "gossip_aga", "slowmo"]
+IN_CODES = ["parallel_sgd 4 bits", "local_sgd 8 bits", "gossip_pga 16 bits", "gossip_aga 4 bits", "slowmo 4 bits"]
+
+
+@pytest.mark.parametrize("name", [*AVERAGED, *IN_CODES])
 def test_after_a_global_round_all_nodes_are_bitwise_equal(four: Cluster, name: str) -> None:
     results = four.run(after_a_global_round, name)
     assert all(torch.equal(result, results[0]) for result in results)

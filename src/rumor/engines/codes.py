@@ -19,7 +19,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -67,6 +67,13 @@ class Code(ABC):
         """Decode into `out` [d], of any float dtype."""
         return out.copy_(self.unpack(tuple(self._places(code))).view(-1)[: out.numel()])
 
+    def weighted_sum(self, codes: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
+        """Return sum_j weights_j decode(codes_j), with the shape and the dtype of `like` [d]."""
+        total, one = torch.zeros_like(like), torch.empty_like(like)
+        for code, weight in zip(codes, weights, strict=True):
+            total.add_(self.decode(code, one), alpha=weight)
+        return total
+
     def round_trip(self, x: Tensor) -> Tensor:
         """x <- decode(encode(x)), for every row of x [..., d]."""
         if (kernels := _triton(x.device)) is not None and x.is_contiguous():
@@ -75,8 +82,12 @@ class Code(ABC):
         return x.copy_(self.unpack(self.pack(_as_blocks(x))[0]).view(*x.shape[:-1], -1)[..., : x.shape[-1]])
 
     def _places(self, code: Tensor) -> Sequence[Tensor]:
-        count = code.numel() // sum(self.widths)
-        return [place.view(count, -1) for place in torch.split(code, [count * width for width in self.widths])]
+        """Return where the parts are in a message."""
+        count, at, places = code.numel() // sum(self.widths), 0, []
+        for width in self.widths:
+            places.append(code[at : at + count * width].view(count, width))
+            at += count * width
+        return places
 
 
 class BFloat16(Code):
@@ -117,6 +128,13 @@ class Levels8(Code):
         kernels = _triton(code.device)
         return _on(code).unpack8(code) if kernels is None else kernels.unpack(code, None, self.bits)
 
+    def weighted_sum(self, codes: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
+        if like.device.type != "cpu" or like.dtype != torch.float32:
+            return super().weighted_sum(codes, weights, like)
+        rows = [self._places(code)[0] for code in codes]
+        scales = torch.tensor(weights, dtype=torch.float32).repeat(len(rows[0]))
+        return _sum_rows(torch.ops.quantized.embedding_bag_byte_rowwise_offsets, rows, scales).view(-1)[: len(like)]
+
 
 class Levels4(Code):
     """16 levels for each block; low and step in float16, and the exponent as one byte."""
@@ -137,6 +155,14 @@ class Levels4(Code):
         if (kernels := _triton(code.device)) is not None:
             return kernels.unpack(code, exponents, self.bits)
         return _on(code).unpack4(code).mul_(_power(exponents.int()))
+
+    def weighted_sum(self, codes: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
+        if like.device.type != "cpu" or like.dtype != torch.float32:
+            return super().weighted_sum(codes, weights, like)
+        places = [self._places(code) for code in codes]
+        scales = _power(torch.cat([exponents for _, exponents in places], dim=1).int()).mul_(torch.tensor(weights, dtype=torch.float32))
+        summed = _sum_rows(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets, [code for code, _ in places], scales)
+        return summed.view(-1)[: len(like)]
 
 
 CODES: dict[int, Code] = {code.bits: code for code in (BFloat16(), Levels8(), Levels4())}
@@ -172,6 +198,19 @@ def owned_by_each(sizes: Sequence[int], n: int) -> list[list[Owned]]:
             if start < end:
                 shares[i].append(Owned(b, start * BLOCK, min(end * BLOCK, d)))
     return shares
+
+
+def _sum_rows(embedding_bag: Callable[..., Tensor], codes: list[Tensor], scales: Tensor) -> Tensor:
+    """Return sum_j scales_j decode(codes_j), [N, 256], from J codes [N, bytes] and scales [N, J]: each block is a bag of J embeddings."""
+    rows, starts = _bags(len(codes), len(codes[0]))
+    return embedding_bag(torch.cat(codes), rows, starts, False, 0, False, scales.view(-1))
+
+
+@lru_cache(maxsize=64)
+def _bags(count: int, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return the rows of each bag, end to end, and where each bag begins."""
+    rows = torch.arange(blocks, dtype=torch.int32)[:, None] + torch.arange(count, dtype=torch.int32) * blocks
+    return rows.flatten(), torch.arange(0, count * blocks, count, dtype=torch.int32)
 
 
 def _as_blocks(x: Tensor) -> Tensor:

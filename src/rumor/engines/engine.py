@@ -59,6 +59,10 @@ class Pending(ABC):
         """Return the same without scalars. An engine may have a faster way. May be called again, instead of wait()."""
         return Lerp(self.wait().x, 1.0)
 
+    def change(self) -> Tensor | None:
+        """Return W x - x of a gossip step whose messages have less than 32 bits, else None. May be called again, instead of wait()."""
+        return None
+
 
 @dataclass
 class Arrived(Pending):
@@ -66,12 +70,16 @@ class Arrived(Pending):
 
     result: Mixed
     weight: float = 1.0
+    difference: Tensor | None = None
 
     def wait(self) -> Mixed:
         return self.result
 
     def lerp(self) -> Lerp:
         return Lerp(self.result.x, self.weight)
+
+    def change(self) -> Tensor | None:
+        return self.difference
 
 
 @dataclass(eq=False)
@@ -117,7 +125,8 @@ class Engine(Protocol):
             k: the step.
             scalars: numbers that travel with it.
             own: False for the neighbours' part alone: sum over j != i of W[i, j] x_j.
-            bits: how many of them each number of `x` travels with (codes.py). Below 32, `x` is replaced by what was sent.
+            bits: how many of them each number of `x` travels with (codes.py). Below 32, the result is x_i + sum_j W[i, j] (q_j - q_i),
+                with the numbers q as they travelled: a node subtracts what it has sent, which keeps the mean of all nodes exactly.
         """
         ...
 
@@ -172,7 +181,7 @@ class Buckets(Protocol):
 
     Who owns what: `read` lends memory that the caller must not change; it may be the parameters themselves, so it is valid until the
     model changes. `copy` gives memory that the caller may change, and that is valid until the next `copy` or `read` of the same bucket.
-    Both can be handed to the engine. `write` and `lerp` change the model in place and never keep what they are given.
+    Both can be handed to the engine. `write`, `lerp` and `add` change the model in place and never keep what they are given.
     """
 
     finite_check: FiniteCheck | None  # how to tell whether a bucket is finite; None if it need not be
@@ -197,6 +206,10 @@ class Buckets(Protocol):
 
     def lerp(self, b: int, lerp: Lerp, sent: Tensor | None = None) -> None:
         """x_b <- x_b + weight (end - sent); `sent` is x_b itself if None. May overwrite `lerp.end`, never `sent`."""
+        ...
+
+    def add(self, b: int, change: Tensor) -> None:
+        """x_b <- x_b + change, where `change` may have any float dtype."""
         ...
 
 

@@ -44,6 +44,9 @@ class StackedBuckets:
     def write(self, b: int, value: Tensor) -> None:
         self._live[b].tensor.copy_(value)
 
+    def add(self, b: int, change: Tensor) -> None:
+        self._live[b].tensor.add_(change)
+
     def lerp(self, b: int, lerp: Lerp, sent: Tensor | None = None) -> None:
         x = self._live[b].tensor
         end, weight, _ = lerp.guarded(x if sent is None else sent)
@@ -85,8 +88,11 @@ class PackedBuckets:
     def lerp(self, b: int, lerp: Lerp, sent: Tensor | None = None) -> None:
         own = self.peek(b) if sent is None else sent
         end, weight, _ = lerp.guarded(own)
-        for x, change in zip(self._tensors, torch.split(end - own, self._sizes, dim=-1), strict=True):
-            x.add_(change, alpha=weight)
+        self.add(b, (end - own).mul_(weight))
+
+    def add(self, b: int, change: Tensor) -> None:
+        for x, part in zip(self._tensors, torch.split(change, self._sizes, dim=-1), strict=True):
+            x.add_(part)
 
 
 class Stacked:
@@ -115,7 +121,9 @@ class Stacked:
         operator = self._operator(topology, k % topology.period, own, self._trials(x), x)
         self.metrics.bytes_sent += operator.links * _nbytes(x, bits) // self.n
         if bits < 32:
-            CODES[bits].round_trip(x)
+            q = CODES[bits].round_trip(x.clone())
+            change = operator.apply(q, self._scratch_like(x)) - q
+            return Arrived(Mixed(x + change, NO_SCALARS), difference=change)
         weights = None if scalars is None else self._operator(topology, k % topology.period, own, self._trials(scalars), scalars)
         return _Product(self, operator, x, weights, scalars)
 

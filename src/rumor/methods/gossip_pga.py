@@ -145,30 +145,38 @@ class GossipPGA(Algorithm):
             loss = _one_number(flight.loss.wait().scalars) if flight.loss else None
             pending = self.relay(step, nodes, state, flight) if flight.relayed else flight.pending
             for b, message in enumerate(pending):
-                # after relays, lerp() would start from the relayed model, not from what was sent
-                self.write(step, nodes, b, Lerp(message.wait().x, 1.0) if flight.relayed else message.lerp(), state)
+                self.write(step, nodes, b, message, flight, state)
                 yield b
             for b, message in enumerate(flight.buffers):
                 nodes.buffers.write(b, message.wait().x)
         state.in_flight = None  # only now: if a message reports a model that is not finite, the others are still in flight
         state.schedule = self.schedule.next(state.schedule, loss)
 
-    def write(self, step: Step, nodes: Nodes, b: int, received: Lerp, state: State) -> None:
-        """Write what was received into bucket b: a mixed model, or a mixed difference to x_ref if messages are codes."""
-        assert state.in_flight is not None
-        is_mean = step.kind == "global" and not state.in_flight.relayed
-        sent = state.in_flight.sent[b].tensor
-        if is_mean and self.bits < 32:
-            x_ref = state.buckets["x_ref"][b].add_(received.end)
-            if self.delay == 0:
-                after = self.after_global_round(step, b, x_ref, state)
-                nodes.x.write(b, after)
-                x_ref.copy_(after)
-                return
-        elif is_mean and self.delay == 0:
-            nodes.x.write(b, self.after_global_round(step, b, received.end, state))
+    def write(self, step: Step, nodes: Nodes, b: int, message: Pending, flight: InFlight, state: State) -> None:
+        """Write what has arrived into bucket b: a mixed model, or a mixed difference to x_ref if messages are codes."""
+        x = nodes.x
+        sent = flight.sent[b].tensor if self.delay == 1 or self.bits < 32 else None
+        if flight.relayed:  # lerp() would start from the relayed model, not from what was sent
+            x.lerp(b, Lerp(message.wait().x, 1.0), sent)
+        elif step.kind == "global":
+            self.write_mean(step, nodes, b, message.wait().x, sent, state)
+        elif (change := message.change()) is not None:
+            x.add(b, change)
+        else:
+            x.lerp(b, message.lerp(), sent)
+
+    def write_mean(self, step: Step, nodes: Nodes, b: int, mean: Tensor, sent: Tensor | None, state: State) -> None:
+        """Write a global average, or the average difference to x_ref."""
+        x_ref = state.buckets["x_ref"][b] if self.bits < 32 else None
+        if x_ref is not None:
+            x_ref.add_(mean)
+        if self.delay == 1:
+            nodes.x.lerp(b, Lerp(mean, 1.0), sent)
             return
-        nodes.x.lerp(b, received, sent if self.delay == 1 or self.bits < 32 else None)
+        after = self.after_global_round(step, b, mean if x_ref is None else x_ref, state)
+        nodes.x.write(b, after)
+        if x_ref is not None and after is not x_ref:
+            x_ref.copy_(after)
 
     def after_global_round(self, step: Step, b: int, mean: Tensor, state: State) -> Tensor:
         """Return what all nodes have in bucket b after a global round whose mean this is."""
@@ -181,12 +189,9 @@ class GossipPGA(Algorithm):
             if not state.relay_buffers:
                 state.relay_buffers = [engine.allocate(x.tensor.shape, x.tensor.dtype, x.tensor.device) for x in flight.sent]
             sent_on = []
-            for relay, message, sent in zip(state.relay_buffers, pending, flight.sent, strict=True):
-                received = message.wait().x
-                relay.tensor.copy_(received)
+            for relay, message in zip(state.relay_buffers, pending, strict=True):
+                relay.tensor.copy_(message.wait().x)
                 sent_on.append(engine.gossip(relay, self.topology, step.k + r, bits=self.bits))
-                if self.bits < 32:  # what this code leaves out stays here, as if less had been sent in the first place
-                    sent.tensor.sub_(received).add_(relay.tensor)
             pending = sent_on
         return pending
 

@@ -93,12 +93,17 @@ def _saved_lerps(pending: Sequence[Pending], like: Sequence[Tensor], sent: Seque
         end, weight, _ = message.lerp().guarded(own)
         parts.append(end.expand(shaped.shape).clone())
         weights.append(weight)
-    return {"x": _joined(parts), "scalars": [NO_SCALARS] * len(parts), "weights": weights}
+    changes = [change.clone() for message in pending if (change := message.change()) is not None]
+    return {"x": _joined(parts), "scalars": [NO_SCALARS] * len(parts), "weights": weights, "changes": _joined(changes) if changes else None}
 
 
 def _arrived(saved: dict[str, Any], like: Sequence[Tensor]) -> list[Pending]:
     parts = zip(_split_like(saved["x"], like), saved["scalars"], saved["weights"], like, strict=True)
-    return [Arrived(Mixed(x.to(accumulator(t.dtype), copy=True), scalars.to(t.device)), weight) for x, scalars, weight, t in parts]
+    arrived = [Arrived(Mixed(x.to(accumulator(t.dtype), copy=True), scalars.to(t.device)), weight) for x, scalars, weight, t in parts]
+    if (changes := saved.get("changes")) is not None:
+        for message, change in zip(arrived, _split_like(changes, like), strict=True):
+            message.difference = change
+    return [*arrived]
 
 
 def _shapes(x: Buckets) -> list[Tensor]:

@@ -79,6 +79,11 @@ class FlatBuckets:
                 change = end.sub_(sent) if in_place else end.to(accumulator(end.dtype), copy=True).sub_(sent)
                 torch._foreach_add_(bucket.pieces, bucket.views(change), alpha=lerp.weight)
 
+    def add(self, b: int, change: Tensor) -> None:
+        bucket = self._buckets[b]
+        with record_function("rumor::mix"):
+            torch._foreach_add_(bucket.pieces, bucket.views(change.to(bucket.pieces[0].device)))
+
     def buckets_of(self, tensors: Sequence[Tensor]) -> int:
         """Return how many of the first buckets are needed to hold all of these tensors."""
         pieces = sorted((piece.data_ptr(), b) for b, bucket in enumerate(self._buckets) for piece in bucket.pieces)

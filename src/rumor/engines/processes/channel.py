@@ -87,27 +87,22 @@ class Scratch:
 
 
 class CodedChannel(Channel):
-    """A bucket's messages as codes. `tensor` is the bucket itself: `prepare` replaces it by what is sent.
+    """A bucket's messages as codes.
 
     Args:
         tensor: the bucket [d].
         code: how its numbers become bytes.
-        scratch: memory that received messages are decoded into.
     """
 
-    def __init__(self, tensor: Tensor, code: Code, device: torch.device, tag: int, staging: Staging | None, scratch: Scratch):
+    def __init__(self, tensor: Tensor, code: Code, device: torch.device, tag: int, staging: Staging | None):
         super().__init__(code.nbytes(len(tensor)), torch.uint8, device, tag, staging)
-        self._bytes, self.tensor, self._code, self._scratch = self.tensor, tensor, code, scratch
+        self.own_code, self.tensor, self.code = self.tensor, tensor, code
         self._size = torch.zeros(())
 
     def prepare(self, check: FiniteCheck = sum_of_squares) -> None:
-        self._size = self._code.encode(self.tensor, self._bytes)
-        self._code.decode(self._bytes, self.tensor)
+        """Encode the bucket."""
+        self._size = self.code.encode(self.tensor, self.own_code)
         super().prepare(lambda _: self._size)
 
     def write_head(self, alarm: Alarm, node: int, k: int, scalars: Tensor | None, check: FiniteCheck = sum_of_squares) -> None:
         super().write_head(alarm, node, k, scalars, lambda _: self._size)
-
-    def received(self, place: int, message: Message) -> Tensor:
-        # messages are mixed one by one, into the first
-        return self._code.decode(super().received(place, message), self._scratch(self.tensor, f"received {min(place, 1)}"))

@@ -138,10 +138,8 @@ class CodedMean:
         inbox = [self.shares.parts(rank, message) for message in self.shares.inbox]
         for (owned, code), *received in zip(self.shares.parts(rank, self.shares.means[rank]), *inbox, strict=True):
             rest = self._slice(self.left_out, owned)
-            total, one = self.scratch(rest, "mean").zero_(), self.scratch(rest, "received 0")
-            for _, theirs in received:
-                total += self._decode(theirs, one)
-            total /= n
+            codes = [theirs.to(rest.device) for _, theirs in received]
+            total = self.shares.code.weighted_sum(codes, [1 / n] * n, rest)
             self._encode(total, code)  # leaves what it has rounded off
             rest.add_(total, alpha=n)
 

@@ -130,8 +130,6 @@ class Gossip(Pending):
     def lerp(self) -> Lerp:
         """Interpolate towards the neighbours' average, with their total weight: a pass or two less than through a buffer."""
         x = self.channel.tensor
-        if isinstance(self.channel, CodedChannel):
-            self._lerp = None  # memory for decoded messages is shared, so they are decoded again
         if self._lerp is None and x.is_cuda and len(self.links.receive) == 1:  # a kernel does it in one pass, for any dtype
             ((_, payload, w, finite),) = self._heard()
             self._lerp = Lerp(payload, w, finite if isinstance(finite, Tensor) else None)
@@ -145,6 +143,35 @@ class Gossip(Pending):
                 average = payload if average is None else torch.lerp(average, payload, w / total, out=out)
             self._lerp = Lerp(x if average is None else average, total)
         return self._lerp
+
+
+class CodedGossip(Gossip):
+    """The same for codes. A neighbour whose model is not finite is left out."""
+
+    channel: CodedChannel
+
+    def wait(self) -> Mixed:
+        mixed = torch.add(self.channel.tensor, self.change(), out=self.scratch(self.channel.tensor, "mixed"))
+        return Mixed(mixed, NO_SCALARS)
+
+    def lerp(self) -> Lerp:
+        return Lerp(self.wait().x, 1.0)
+
+    def change(self) -> Tensor:
+        """Return sum_j W[i, j] (q_j - q_i), in shared memory."""
+        channel, code = self.channel, self.channel.code
+        like = self.scratch(channel.tensor, "change")
+        heard = list(self._heard())
+        if any(isinstance(finite, Tensor) for _, _, _, finite in heard):  # only the device knows
+            own = code.decode(channel.own_code, torch.empty_like(like))
+            total = like.zero_()
+            for _, payload, w, finite in heard:
+                change = code.decode(payload, torch.empty_like(like)).sub_(own)
+                total.add_(torch.where(torch.as_tensor(finite, device=own.device), change, 0.0), alpha=w)
+            return total
+        codes = [payload for _, payload, _, finite in heard if finite]
+        weights = [w for _, _, w, finite in heard if finite]
+        return code.weighted_sum([*codes, channel.own_code], [*weights, -sum(weights)], like) if codes else like.zero_()
 
 
 def post_receives(transport: Transport, channel: Channel, links: Links, ahead: bool = False) -> None:

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from rumor.engines.codes import CODES
-from rumor.engines.engine import Buffer, FiniteCheck, Pending, sum_of_squares, tensor_of
+from rumor.engines.engine import Buffer, FiniteCheck, Pending, sum_of_squares
 from rumor.engines.processes.alarm import Alarm, DeviceAlarm
 from rumor.engines.processes.channel import Channel, CodedChannel, Scratch
 from rumor.engines.processes.coded_mean import CodedBucketMean, CodedMean, Shares
 from rumor.engines.processes.gpu_staging import CopyThread, Staging
-from rumor.engines.processes.pending import AllReduce, BucketMean, Gossip, Links, post_receives, sums_of
+from rumor.engines.processes.pending import AllReduce, BucketMean, CodedGossip, Gossip, Links, post_receives, sums_of
 from rumor.engines.processes.transport import Group, GroupRef, Transport, default_group, keep_unclaimed
 from rumor.metrics import Metrics
 from rumor.topology import Topology
@@ -64,10 +64,9 @@ class ProcessGroup:
         self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, bits: int = 32
     ) -> Pending:
         channel, links = self._coded(self._channel(x), bits), self._links_of(topology, k)
-        gossip = Gossip(self.transport, self.alarm, channel, links, k, scalars, own, self._scratch)
+        kind = Gossip if bits == 32 else CodedGossip
+        gossip = kind(self.transport, self.alarm, channel, links, k, scalars, own, self._scratch)
         channel.prepare()
-        if bits < 32 and not isinstance(x, Channel):
-            tensor_of(x).copy_(channel.tensor)  # what was sent
         if channel.staging is None:
             gossip.post()
         else:
@@ -144,7 +143,7 @@ class ProcessGroup:
             if staging is not None:
                 staging = Staging(code.nbytes(len(bucket)), torch.uint8, bucket.device, staging.thread)
             device = channel.out.whole.device
-            channel.coded[bits] = self._registered(CodedChannel(bucket, code, device, self.transport.new_tag(), staging, self._scratch))
+            channel.coded[bits] = self._registered(CodedChannel(bucket, code, device, self.transport.new_tag(), staging))
         return channel.coded[bits]
 
     def _registered(self, channel: AnyChannel) -> AnyChannel:
