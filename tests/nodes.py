@@ -93,10 +93,19 @@ ALGORITHMS: dict[str, Callable[[int], Any]] = {
 }
 
 
+# Blocks of codes are cut from what a rank exchanges, which is another part of the model in every kind of node.
+IN_CODES: dict[str, Callable[[int], Any]] = {
+    "gossip_pga 4 bits": lambda n: rumor.gossip_pga(links(n), 3, bits=4),
+    "gossip_pga 8 bits delayed": lambda n: rumor.gossip_pga(links(n), 3, delay=1, bits=8),
+    "gossip_aga 16 bits": lambda n: rumor.gossip_aga(links(n), warmup=4, H_init=2, H_max=5, bits=16),
+    "parallel_sgd 4 bits": lambda n: rumor.parallel_sgd(n, bits=4),
+}
+
+
 def train_there(rank: int, size: int, how: str, model_name: str, name: str) -> dict[str, Any]:
     n = dist.get_world_size() // size
     model = wrapped(MODELS[model_name](), how, size)
-    averager = averager_of(model, ALGORITHMS[name](n), size)
+    averager = averager_of(model, {**ALGORITHMS, **IN_CODES}[name](n), size)
     opt = OPTIMIZERS["nesterov"](model.parameters())
     iterates = [whole(model) for _ in trained(model, averager, opt, rank, *batches(STEPS, n * size))]
     result = {"x": torch.stack(iterates), "H": averager.metrics.H, "distance": averager.consensus_distance()}

@@ -19,6 +19,35 @@ class Trajectory(NamedTuple):
     mass: np.ndarray  # [steps + 1, d] the mean over nodes; osgp: (sum of numerators, at nodes and in flight) / n
 
 
+def coded(x, bits):
+    """Q(x): what a receiver makes of the code of x [d]; blocks of 256 numbers, each with its own scale."""
+    q = np.zeros_like(x)
+    for start in range(0, len(x), 256):
+        block = np.zeros(256, dtype=np.float32)
+        own = x[start : start + 256].astype(np.float32)
+        block[: len(own)] = own
+        if bits == 16:  # bfloat16: the upper half of a float32, rounded to nearest, ties to even
+            raw = block.view(np.uint32)
+            back = ((raw + 0x7FFF + ((raw >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
+        else:
+            largest = np.abs(block).max()
+            e = 0 if largest == 0 else int(np.floor(np.log2(np.float64(largest))))
+            v = (block.astype(np.float64) * 2.0**-e).astype(np.float32)
+            low, top = v.min(), np.float32(2**bits - 1)
+            if bits == 4:
+                low = np.float32(np.float16(low))
+                step = np.float32(np.float16((v.max() - low) / top))
+                step = np.float32(1) if step == 0 else step
+                inverse = np.float32(1) / step
+            else:
+                step = (v.max() - low) / top
+                inverse = top / (v.max() - low + np.float32(1e-8))
+            code = np.clip(np.rint((v - low) * inverse), 0, top)
+            back = (code.astype(np.float64) * step + low).astype(np.float32).astype(np.float64) * 2.0**e
+        q[start : start + 256] = back[: len(own)]
+    return q
+
+
 def oracle(
     method,
     Ws,
@@ -37,6 +66,7 @@ def oracle(
     delay=0,
     average_rounds=None,
     nesterov=0.0,
+    bits=32,
 ):
     """Returns Trajectory(X, losses, periods, w, mass)."""
     assert method in ("parallel_sgd", "local_sgd", "gossip_sgd", "gossip_pga", "gossip_aga", "slowmo", "osgp"), method
@@ -54,6 +84,7 @@ def oracle(
     buf = np.zeros((n, d))  # the optimizer's momentum buffers, one per node, never averaged
     x_arriving, w_arriving = np.zeros((n, d)), np.zeros(n)  # osgp, delay 1: what is in flight; nothing at k = 0
     x_prev, u = x[0].copy(), np.zeros(d)  # slowmo: the last global point and the slow momentum
+    x_ref, left_out = x[0].copy(), np.zeros((n, d))  # bits < 32: the last global average, and what codes left out of global rounds
     C, F_samples = 0, []  # gossip_aga: steps since the last global round; the warm-up's losses, F_init = their mean
 
     if method == "parallel_sgd":
@@ -97,6 +128,35 @@ def oracle(
             else:
                 x, w = kept @ half + x_arriving, kept @ w + w_arriving
                 x_arriving, w_arriving = x_sent, w_sent
+        elif bits < 32 and k >= delay:
+            # q_i = Q(x_i - x_ref), of the models that are sent: x^(k+1/2), or x^(k) with delay 1 (all alike at k = 0)
+            sent = half if delay == 0 else x
+            if is_global and average_rounds is None:
+                # each node sends Q of its difference and of what it left out before; block b belongs to the node i with
+                # floor(B i / n) <= b < floor(B (i + 1) / n), which averages it, sends Q of the mean, and leaves out the rest n times
+                wanted = sent - x_ref + left_out
+                codes = np.array([coded(row, bits) for row in wanted])
+                left_out = wanted - codes
+                mean = codes.mean(axis=0)
+                result = coded(mean, bits)
+                blocks = -(-d // 256)
+                for i in range(n):
+                    owned = slice(256 * (blocks * i // n), 256 * (blocks * (i + 1) // n))
+                    left_out[i, owned] += n * (mean - result)[owned]
+                x_bar = x_ref + result
+                x_ref = x_bar
+                if method == "slowmo":
+                    u = momentum * u + (x_prev - x_bar) / lr(k)
+                    x_prev = x_ref = x_prev - slow_lr * lr(k) * u
+                x = np.tile(x_ref, (n, 1)) if delay == 0 else half + x_ref - sent
+            else:
+                # x_i <- x_i + sum_j w_ij (q_j - q_i), m times with average_rounds = m
+                mixed = sent.copy()
+                for r in range(average_rounds if is_global else 1):
+                    codes = np.array([coded(row - x_ref, bits) for row in mixed])
+                    V = identity if method == "local_sgd" else np.asarray(Ws[(k + r) % len(Ws)], dtype=np.float64)
+                    mixed = mixed + (V - identity) @ codes
+                x = half + mixed - sent
         elif method == "slowmo" and is_global:
             # u <- m u + (x_prev - x_bar) / gamma;   x <- x_prev - slow_lr gamma u;   x_prev <- x
             u = momentum * u + (x_prev - half.mean(axis=0)) / lr(k)

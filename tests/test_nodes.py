@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rumor
 from tests.cluster import Cluster
-from tests.nodes import ALGORITHMS, STEPS, averager_of, groups, links, train_here, train_there, wrapped
+from tests.nodes import ALGORITHMS, IN_CODES, STEPS, averager_of, groups, links, train_here, train_there, wrapped
 from tests.problems import OPTIMIZERS, batches, loss_fn
 from tests.test_averager import Zoo
 
@@ -35,6 +35,21 @@ def compare(cluster: Cluster, size: int, how: str, model_name: str, name: str) -
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_two_nodes_of_two_are_two_plain_nodes(four: Cluster, how: str, name: str) -> None:
     compare(four, 2, how, "network", name)
+
+
+@pytest.mark.parametrize("name", IN_CODES)
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_nodes_of_two_may_send_codes(four: Cluster, how: str, name: str) -> None:
+    plain, delayed = name.split()[0], " delayed" if "delayed" in name else ""
+    expected = train_here(2, 2, "network", plain + delayed)
+    moved = (expected["x"][:, -1] - expected["x"][:, 0]).abs().max()
+    found = four.run(train_there, 2, how, "network", name)
+    for rank, result in enumerate(found):
+        assert 0 < (result["x"] - expected["x"][rank // 2]).abs().max() < 0.1 * moved, "close to what plain messages give"
+        for what in ("x", "averaged", "finished"):
+            assert torch.equal(result[what], found[rank // 2 * 2][what]), "bitwise alike inside a node"
+    if not delayed:
+        assert torch.equal(found[0]["x"][2], found[2]["x"][2]) or "aga" in name, "and on all nodes after a global round"
 
 
 def test_nodes_of_one_rank_and_one_node_of_all(four: Cluster) -> None:

@@ -79,8 +79,8 @@ class Runner:
     def _post_receives(self) -> None:
         """Prepare for the messages of the next step, if it gossips what this one has sent."""
         algorithm, topology = self.algorithm, self.algorithm.topology
-        uses_messages = algorithm.kind(self.state) == "gossip" and not uses_all_reduce(topology, algorithm.bits)
-        if self._sent and algorithm.delay == 0 and uses_messages:
+        sends_messages = algorithm.delay == 0 and not uses_all_reduce(topology, algorithm.bits)
+        if self._sent and sends_messages and algorithm.kind(self.state) == "gossip":
             self.engine.post_receives(self._sent, topology, self.state.schedule.k, algorithm.bits)
 
     def step(self, loss: Tensor | None, lr: float | None) -> Step:
