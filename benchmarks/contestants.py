@@ -102,6 +102,15 @@ class InDDP(Contestant):
         self.opt.step()
 
 
+class InDDPWithCodes(InDDP):
+    """DDP with Rumor's hook."""
+
+    def __init__(self, build: Build, bits: int, bucket_cap_mb: float = 4, **options: float):
+        super().__init__(build, bucket_cap_mb, **options)
+        self.description = f"Rumor's hook: gradients of {bits} bits with error feedback, bucket_cap_mb={bucket_cap_mb:g}"
+        self.ddp.register_comm_hook(rumor.ddp_hook_state(bits=bits), rumor.ddp_hook)
+
+
 class WithRumor(Contestant):
     """Training with a rumor.Averager."""
 
@@ -131,6 +140,8 @@ def methods(n: int, H: int, warmup: int) -> dict[str, Algorithm]:
         "SlowMo": rumor.slowmo(peers, H),
         "Gossip-PGA": rumor.gossip_pga(peers, H),
         "Gossip-PGA, delay=1": rumor.gossip_pga(peers, H, delay=1),
+        "Gossip-PGA, 8 bits": rumor.gossip_pga(peers, H, bits=8),
+        "Gossip-PGA, 4 bits": rumor.gossip_pga(peers, H, bits=4),
         "Gossip-AGA": rumor.gossip_aga(peers, warmup),
         "Gossip-AGA, delay=1": rumor.gossip_aga(peers, warmup, delay=1),
     }
@@ -141,6 +152,7 @@ def ours(n: int, H: int, warmup: int, bucket_caps_mb: Iterable[float] = (1, 4, 2
     found: dict[str, Callable[..., Contestant]] = {"computing alone": Contestant}
     for cap in bucket_caps_mb:
         found[f"DDP, bucket_cap_mb={cap:g}"] = lambda build, cap=cap, **options: InDDP(build, cap, **options)
+    found["DDP, 4 bits"] = lambda build, **options: InDDPWithCodes(build, 4, **options)
     for name, algorithm in methods(n, H, warmup).items():
         found[name] = lambda build, algorithm=algorithm, **options: WithRumor(build, algorithm, **options)
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from bed import LOOPBACK
+from rumor.engines.codes import BLOCK, CODES
 
 UNITS = {"mbit": 1e6, "gbit": 1e9}
 
@@ -37,7 +38,13 @@ def copies_sent(contestant: str, n: int, H: int) -> float:
 
     >>> copies_sent("DDP, bucket_cap_mb=4", 4, 6), copies_sent("Gossip SGD, delay=1", 4, 6), copies_sent("Gossip-PGA", 4, 6)
     (1.5, 1.0, 1.0833333333333333)
+    >>> copies_sent("DDP, 4 bits", 4, 6), copies_sent("Gossip-PGA, 4 bits, delay=1", 4, 6)
+    (0.19482421875, 0.1407063802083333)
     """
+    name, comma, rest = contestant.partition(" bits")
+    if comma:
+        name, _, bits = name.rpartition(", ")
+        return copies_sent(name + rest, n, H) * CODES[int(bits)].nbytes(BLOCK) / (4 * BLOCK)
     all_reduce = 2 * (n - 1) / n
     if "PowerSGD" in contestant or contestant == "computing alone":
         return 0.0  # or almost nothing

@@ -75,10 +75,12 @@ def build_resnet() -> tuple[nn.Module, Callable[..., None]]:
 BUILDS = {"mlp": build, "resnet50": build_resnet}
 
 
-def with_ddp(build: Build, **options: Any) -> Step:
-    """Builds a training step with DDP."""
+def with_ddp(build: Build, hook_bits: int | None = None, **options: Any) -> Step:
+    """Builds a training step with DDP, and with Rumor's hook if `hook_bits` is given."""
     model, train = build()
     ddp = DistributedDataParallel(model, **options)
+    if hook_bits is not None:
+        ddp.register_comm_hook(rumor.ddp_hook_state(bits=hook_bits), rumor.ddp_hook)
     return lambda: train(ddp)
 
 
@@ -124,13 +126,13 @@ def step(repeats: int, build: Build, without: list[str]) -> dict[str, Any]:
     contestants: dict[str, Step] = {"computing alone": build()[1]}
     for size in BUCKETS_MB:
         contestants[f"DDP, bucket_cap_mb={size}"] = with_ddp(build, bucket_cap_mb=size)
+    contestants["DDP, 4 bits"] = with_ddp(build, hook_bits=4, bucket_cap_mb=4)
     for name, algorithm in {"Gossip": rumor.gossip_sgd, "Gossip-PGA": partial(rumor.gossip_pga, H=H)}.items():
         contestants[f"{name}, delay=0"] = with_averager(build, algorithm(graph))
         contestants[f"{name}, delay=0, lazy"] = with_averager(build, algorithm(graph), lazy=True)
         contestants[f"{name}, delay=1"] = with_averager(build, algorithm(graph, delay=1))
     for bits in (8, 4):
         contestants[f"Gossip-PGA, {bits} bits"] = with_averager(build, rumor.gossip_pga(graph, H, bits=bits))
-    contestants["Gossip-PGA, 4 bits, lazy"] = with_averager(build, rumor.gossip_pga(graph, H, bits=4), lazy=True)
     contestants["Gossip-PGA, 4 bits, delay=1"] = with_averager(build, rumor.gossip_pga(graph, H, bits=4, delay=1))
     contestants["Parallel SGD, 4 bits"] = with_averager(build, rumor.parallel_sgd(n, bits=4))
     contestants["Gossip-PGA, crude"] = crude(build, n)

@@ -251,6 +251,11 @@ def test_the_number_of_bits_is_part_of_the_method() -> None:
     assert "bits" not in repr(plain), "checkpoints of earlier versions still fit"
 
 
+def test_theory_has_no_answer_for_codes() -> None:
+    with pytest.raises(ValueError, match="no theory of bits=4: build the same method with bits=32"):
+        rumor.theory.transient_stage(rumor.gossip_pga(rumor.ring(8), 6, bits=4))
+
+
 def bytes_of_a_period(rank: int, bits: int) -> int:
     averager = rumor.Averager(nn.Linear(1000, 100), rumor.gossip_pga(rumor.one_peer_exponential, H=6, bits=bits))
     for _ in range(12):

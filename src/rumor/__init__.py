@@ -32,11 +32,12 @@ __version__ = VERSION
 if torch.distributed.is_available():
     from rumor.averager import Averager
     from rumor.checkpoint import load, save
+    from rumor.ddp import ddp_hook, ddp_hook_state
     from rumor.engines.processes.process_group import ProcessGroup
 else:
 
     def __getattr__(name: str) -> NoReturn:
-        if name in ("Averager", "ProcessGroup", "load", "save"):
+        if name in ("Averager", "ProcessGroup", "ddp_hook", "ddp_hook_state", "load", "save"):
             raise ImportError(f"rumor.{name} needs torch.distributed, which this build of torch does not have: install another build")
         raise AttributeError(f"module 'rumor' has no attribute {name!r}")
 
@@ -56,6 +57,8 @@ __all__ = [
     "Topology",
     "complete",
     "cost",
+    "ddp_hook",
+    "ddp_hook_state",
     "exponential",
     "from_digraph",
     "from_matrices",

@@ -131,9 +131,9 @@ class GossipPGA(Algorithm):
         buffer = nodes.x.copy(b)
         own = buffer.tensor
         if own.dtype != accumulator(own.dtype):
-            while len(state.send_buffers) <= b:
-                state.send_buffers.append(nodes.engine.allocate(own.shape, accumulator(own.dtype), own.device))
-            buffer = state.send_buffers[b]
+            if b not in state.wide_buffers:
+                state.wide_buffers[b] = nodes.engine.allocate(own.shape, accumulator(own.dtype), own.device)
+            buffer = state.wide_buffers[b]
             buffer.tensor.copy_(own)
         buffer.tensor.sub_(state.buckets["x_ref"][b])
         return buffer

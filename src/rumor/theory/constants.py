@@ -151,7 +151,8 @@ def mixing(algorithm: Algorithm | Mixing) -> Mixing:
         )
     if not isinstance(algorithm.topology, Topology):
         raise ValueError(f"{algorithm!r} is not bound to a number of nodes: theory needs one, so pass algorithm.bind(n)")
-    for name, value, default in (("delay", algorithm.delay, 0), ("average_rounds", algorithm.average_rounds, None)):
+    options = (("delay", algorithm.delay, 0), ("average_rounds", algorithm.average_rounds, None), ("bits", algorithm.bits, 32))
+    for name, value, default in options:
         if value != default:
             raise ValueError(f"the paper has no theory of {name}={value}: build the same method with {name}={default}")
     return _mixing(algorithm.topology, _longest_period(algorithm.schedule))

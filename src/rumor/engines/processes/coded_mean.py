@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from rumor.engines.codes import CODES, Owned, owned_by_each
-from rumor.engines.engine import NO_SCALARS, Mixed, Pending
+from rumor.engines.engine import NO_SCALARS, Buffer, Mixed, Pending
 from rumor.engines.processes.alarm import Alarm
-from rumor.engines.processes.channel import Channel, Scratch
+from rumor.engines.processes.channel import Scratch
 from rumor.engines.processes.message import Message
 from rumor.engines.processes.transport import Transport, Work
 
@@ -60,7 +60,7 @@ class CodedMean:
         transport: sends messages to the other nodes.
         alarm: whether a model was not finite.
         shares: the owners, and the memory for the messages.
-        channels: the buckets.
+        xs: the buckets.
         left_out: what earlier averages left out of each bucket (see `Engine.mean`).
         k: the step.
         doing: for errors.
@@ -74,7 +74,7 @@ class CodedMean:
         transport: Transport,
         alarm: Alarm,
         shares: Shares,
-        channels: Sequence[Channel],
+        xs: Sequence[Buffer],
         left_out: Sequence[Tensor],
         k: int,
         doing: str,
@@ -82,16 +82,16 @@ class CodedMean:
         scratch: Scratch,
         raises: bool = True,
     ):
-        self.transport, self.alarm, self.shares, self.channels, self.left_out = transport, alarm, shares, channels, left_out
+        self.transport, self.alarm, self.shares, self.xs, self.left_out = transport, alarm, shares, xs, left_out
         self.k, self.doing, self.scalars, self.scratch, self.raises = k, doing, scalars, scratch, raises
         self.works: list[Work] = []
         self._mean_of_scalars: Tensor | None = None  # once the average has arrived
         self._is_alarmed = False
 
     def post(self) -> None:
-        """Send the codes of `channels` + `left_out` to the owners. What the codes leave out stays in `left_out`."""
-        for channel, rest in zip(self.channels, self.left_out, strict=True):
-            rest.add_(channel.tensor)
+        """Send the codes of `xs` + `left_out` to the owners. What the codes leave out stays in `left_out`."""
+        for x, rest in zip(self.xs, self.left_out, strict=True):
+            rest.add_(x.tensor)
         parts = [part for owner, message in enumerate(self.shares.out) for part in self.shares.parts(owner, message)]
         sizes = [self._encode(self._slice(self.left_out, owned), code) for owned, code in parts]
         size = torch.stack(sizes).amax()
@@ -122,7 +122,7 @@ class CodedMean:
 
     def mean(self, place: int) -> Tensor:
         """Return the mean of one bucket, in shared memory. If some model was not finite, return this node's own."""
-        tensor = self.channels[place].tensor
+        tensor = self.xs[place].tensor
         found = self.scratch(tensor, "mean")
         if self._is_alarmed:
             return found.copy_(tensor)

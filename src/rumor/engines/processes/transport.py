@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional  # if an optimizer's first step imported it, its default arguments would keep the group alive
 from torch import Tensor
+from torch._C._distributed_c10d import GradBucket as GradBucket  # which torch.distributed exports, without a type
 from torch.profiler import record_function
 
 from rumor.engines.processes import liveness
@@ -235,6 +236,14 @@ def _unrecorded() -> Iterator[None]:
         yield
     finally:
         torch._C._autograd._enable_record_function(True)
+
+
+def group_like(group: Group | None) -> Group:
+    """Return a new group of the same ranks and the same kind, whose messages never meet those of others. A collective."""
+    ranks = dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
+    found = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+    assert isinstance(found, Group)  # this rank is among them
+    return found
 
 
 @contextmanager
