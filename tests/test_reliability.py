@@ -328,7 +328,11 @@ def rescued(rank: int, name: str, bad_nodes: tuple[int, ...]) -> tuple[list[bool
     return finite, float(flat(model).double().sum()), averager.metrics.rescues, averager.steps
 
 
-@pytest.mark.parametrize("name", ["gossip_sgd", "gossip_pga", "gossip_pga delayed", "gossip_aga", "parallel_sgd", "slowmo", "osgp"])
+RESCUED = ["gossip_sgd", "gossip_pga", "gossip_pga delayed", "gossip_aga", "parallel_sgd", "slowmo", "osgp"]
+RESCUED += ["gossip_pga 4 bits", "gossip_pga 4 bits delayed", "parallel_sgd 4 bits"]
+
+
+@pytest.mark.parametrize("name", RESCUED)
 def test_a_node_that_is_not_finite_goes_on_from_the_others(four: Cluster, name: str) -> None:
     ends = four.run(rescued, name, (2,))
     assert len({total for _, total, _, _ in ends}) == 1
