@@ -32,7 +32,7 @@ def library(name: str) -> str:
         return "no communication"
     if "crude" in name:
         return "by hand"
-    if name.startswith("DDP") or "(torch)" in name:
+    if (name.startswith("DDP") and "bits" not in name) or "(torch)" in name:
         return "PyTorch"
     return next((library for library in ("torchft", "fairscale") if f"({library})" in name), "Rumor")
 
