@@ -43,7 +43,6 @@ def test_an_example_learns(tmp_path: Path, name: str, bound: float, integration:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(400)
 def test_ray_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be written to the home folder
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")

@@ -185,7 +185,6 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
 @warm.both_ways
 def test_a_killed_job_goes_on_from_its_last_checkpoint(as_typed: bool, tmp_path: Path) -> None:
     undisturbed = accuracy_of(undisturbed_job(tmp_path / "undisturbed"))
@@ -267,7 +266,6 @@ def test_a_job_goes_on_with_the_hosts_that_are_there(disturb: Callable[[Bed], No
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(600)
 @warm.both_ways
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_job_that_is_told_to_end_leaves_no_process(number: signal.Signals, as_typed: bool, tmp_path: Path) -> None:
