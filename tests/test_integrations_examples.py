@@ -46,7 +46,7 @@ def test_an_example_learns(tmp_path: Path, name: str, bound: float, integration:
 def test_ray_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")  # a token would be written to the home folder
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    said = run([str(EXAMPLES / "ray_train.py")], tmp_path, deadline=360)
+    said = run([str(EXAMPLES / "ray_train.py")], tmp_path)
     error = re.search(r"largest error of a weight: ([\d.]+), bytes sent: [\d,]+", said)
     assert error, said
     assert float(error.group(1)) < 0.05
