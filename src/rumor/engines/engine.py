@@ -127,6 +127,7 @@ class Engine(Protocol):
             own: False for the neighbours' part alone: sum over j != i of W[i, j] x_j.
             bits: how many of them each number of `x` travels with (codes.py). Below 32, the result is x_i + sum_j W[i, j] (q_j - q_i),
                 with the numbers q as they travelled: a node subtracts what it has sent, which keeps the mean of all nodes exactly.
+                It takes no `scalars` then, and no own=False.
         """
         ...
 

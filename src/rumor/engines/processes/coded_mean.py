@@ -93,7 +93,7 @@ class CodedMean:
         for x, rest in zip(self.xs, self.left_out, strict=True):
             rest.add_(x.tensor)
         parts = [part for owner, message in enumerate(self.shares.out) for part in self.shares.parts(owner, message)]
-        sizes = [self._encode(self._slice(self.left_out, owned), code) for owned, code in parts]
+        sizes = [self._encode(self._rest(owned), code) for owned, code in parts]
         size = torch.stack(sizes).amax()
         for message in self.shares.out:
             self.alarm.write(message, size, self.transport.rank, self.k)  # of the whole model: every owner must know
@@ -137,7 +137,7 @@ class CodedMean:
         rank, n = self.transport.rank, self.transport.n
         inbox = [self.shares.parts(rank, message) for message in self.shares.inbox]
         for (owned, code), *received in zip(self.shares.parts(rank, self.shares.means[rank]), *inbox, strict=True):
-            rest = self._slice(self.left_out, owned)
+            rest = self._rest(owned)
             codes = [theirs.to(rest.device) for _, theirs in received]
             total = self.shares.code.weighted_sum(codes, [1 / n] * n, rest)
             self._encode(total, code)  # leaves what it has rounded off
@@ -160,8 +160,9 @@ class CodedMean:
     def _decode(self, code: Tensor, out: Tensor) -> Tensor:
         return self.shares.code.decode(code.to(out.device), out)
 
-    def _slice(self, tensors: Sequence[Tensor], owned: Owned) -> Tensor:
-        return tensors[owned.bucket][owned.start : owned.end]
+    def _rest(self, owned: Owned) -> Tensor:
+        """Return what was left out of these blocks."""
+        return self.left_out[owned.bucket][owned.start : owned.end]
 
     def _exchange(self, out: Sequence[Message], inbox: Sequence[Message], tag: int) -> None:
         transport = self.transport
