@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rumor
-from rumor.engines import StackedBuckets
+from rumor.engines import StackedBuckets, stacked
 from rumor.methods import Nodes, State
 from tests.cluster import Cluster
 from tests.problems import ALGORITHMS, N, flat, lopsided, network
@@ -144,7 +144,11 @@ def test_trials_are_independent(name: str) -> None:
 @pytest.mark.parametrize("topology", [rumor.exponential(7), rumor.one_peer_exponential(6), lopsided()], ids=str)
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_stacked_gossip_is_the_dense_product(topology: rumor.Topology, own: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("most_columns", [2, 2**23])
+def test_stacked_gossip_is_the_dense_product(
+    topology: rumor.Topology, own: bool, dtype: torch.dtype, most_columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacked, "MOST_COLUMNS", most_columns)
     for csr in (True, False):
         engine = rumor.Stacked(topology.n)
         engine._use_csr = csr  # both ways, whichever this machine would take

@@ -226,7 +226,7 @@ def elastic_job(bed: Bed, folder: Path, disturb: Callable[[Bed], None]) -> tuple
     meeting, agents = f"{bed.address(0)}:{free_port()}", []
     try:
         for i in range(4):
-            conf = f"last_call_timeout=5,is_host={int(i == 0)}"
+            conf = f"last_call_timeout=20,is_host={int(i == 0)}"
             where = ["--rdzv-endpoint", meeting, "--rdzv-conf", conf, "--local-addr", bed.address(i)]
             script = [ROOT / "examples" / "elastic.py", "--folder", folder, "--steps", str(ELASTIC_STEPS), "--timeout", "8"]
             command = ["-m", "torch.distributed.run", *ELASTIC, *where, *FORKED, *script]

@@ -16,6 +16,8 @@ from rumor.metrics import Metrics
 from rumor.topology import Topology
 from rumor.topology.matrix import Matrix
 
+MOST_COLUMNS = 2**23  # of one sparse product: a GPU's result is wrong, without an error, for tens of millions
+
 
 class StackedBuckets:
     """Stacked tensors [..., n, d_b] as buckets: read and written where they are."""
@@ -223,7 +225,8 @@ class _Csr(_Operator):
     def apply(self, x: Tensor, out: Tensor) -> Tensor:
         rows = x.shape[:-1].numel(), x.shape[-1]  # [trials n, d]
         flat, flat_out = x.reshape(rows).to(out.dtype), out.view(rows)
-        torch.addmm(flat_out, self.W, flat, beta=0, out=flat_out)
+        for some, some_out in zip(flat.split(MOST_COLUMNS, dim=1), flat_out.split(MOST_COLUMNS, dim=1), strict=True):
+            torch.addmm(some_out, self.W, some, beta=0, out=some_out)
         return out
 
 

@@ -73,7 +73,8 @@ def _round_trip(x, d, blocks, bits: tl.constexpr, BLOCK: tl.constexpr):  # type:
     here = x + row * d + i
     value = tl.load(here, mask=i < d, other=0.0)
     code, step, low, exponent = _levels(value.to(tl.float32), bits)
-    q = (code * step + low) * (exponent << 23).to(tl.float32, bitcast=True)
+    power = (exponent << 23).to(tl.float32, bitcast=True)
+    q = (code * step + low) * power if bits == 4 else code * (step * power) + low * power
     tl.store(here, q.to(value.dtype), mask=i < d)
 
 
