@@ -34,6 +34,10 @@ class Seeds:
     def deviation(self) -> float:
         return statistics.stdev(self.values) if len(self.values) > 1 else math.nan
 
+    def in_training(self) -> Seeds:
+        """The same with the training loss of the last epoch as values."""
+        return replace(self, values=tuple(curve[-1][0] for curve in self.curves), is_accuracy=False)
+
 
 def of_table(table: Table, store: Store) -> list[Seeds]:
     """Return the runs with at least one finished seed, in the order of the table."""

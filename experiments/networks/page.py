@@ -11,6 +11,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -127,6 +128,34 @@ def text_table(name: str, table: Table, store: Store) -> str:
     return _table(name, table, store, row_of)
 
 
+def bits_table(table: Table, store: Store) -> str:
+    """Runs with codes, and how far they are from the same runs with float32: in the value at the end, and in the training loss."""
+    found = compare.of_table(table, store)
+    float32 = {seeds.run: seeds for seeds in found if seeds.run.bits == 32}
+    rows: list[tables.Row] = []
+    for seeds in found:
+        run, plain = seeds.run, float32[replace(seeds.run, bits=32)]
+        marks = [f"{run.nodes} nodes"] if len({each.nodes for each in table.runs}) > 1 else []
+        marks += [run.split] if run.split != "iid" else []
+        value, times, digits = ("accuracy, %", 100, 2) if seeds.is_accuracy else ("held-out loss", 1, 3)
+        rows.append(
+            {
+                "method": ", ".join([run.method, *marks]),
+                "bits": run.bits,
+                value: _over_seeds(seeds, times, digits),
+                "- float32's": _away(seeds, plain, times, digits),
+                "training loss": _over_seeds(seeds.in_training(), 1, 4),
+                "- that of float32": _away(seeds.in_training(), plain.in_training(), 1, 4),
+            }
+        )
+    return tables.as_text(rows) if rows else NOT_YET
+
+
+def _away(seeds: Seeds, plain: Seeds, times: int, digits: int) -> str:
+    """Format the difference to the run with float32, and its p."""
+    return "-" if seeds.run == plain.run else f"{times * compare.difference(seeds, plain):+.{digits}f}, p = {_p(seeds, plain)}"
+
+
 def rates_table(by_rate: Mapping[float, Store]) -> str:
     """Methods of Table 11 at each learning rate that was tried, and the best of each method beside the best of Parallel SGD."""
     by_run = _by_run(by_rate)
@@ -199,6 +228,8 @@ def filled_in(text: str, images: Store, by_rate: Mapping[float, Store]) -> str:
         if word == "order":
             of_words = order.order_table(order.OF_TEXT, words, least_steps=order.LONG_ENOUGH)
             return tables.as_text([*order.order_table(order.OF_IMAGES, images), *of_words])
+        if word == "bits":
+            return bits_table(IMAGES["bits"], images)
         if word in of_images:
             return image_table(of_images[word], IMAGES[of_images[word]], images)
         return text_table(of_text[word], TEXT[of_text[word]], words)

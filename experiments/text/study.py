@@ -14,6 +14,6 @@ ALL = (PARALLEL, LOCAL, GOSSIP, PGA, AGA, replace(GOSSIP, stretch=2), replace(LO
 
 TABLES = {
     "11": Table(changed(ALL, nodes=8)),
-    "bits": Table(changed(tuple(replace(PGA, bits=bits) for bits in (32, 8, 4)), nodes=8)),
+    "11 bits": Table(changed(tuple(replace(PGA, bits=bits) for bits in (32, 8, 4)), nodes=8)),
     QUICK: Table(changed((PARALLEL, LOCAL, GOSSIP, PGA), nodes=4), seeds=1),
 }
