@@ -30,6 +30,9 @@ HERE = Path(__file__).parent
 PARAMETERS = 1_863_690  # of examples/model_to_plan.py
 H = 6
 RATES = ("200mbit", "500mbit", "1gbit")
+PEER_RATES = ("100mbit", "200mbit", "500mbit", "1gbit", LOOPBACK)
+SLOW = "500mbit"  # on slower links than this, some contestants of `peers` are left out to save hours:
+LEFT_OUT_ON_SLOW_LINKS = ("bucket_cap_mb=1", "delay=1", "OSGP", "SlowMo", "SGP", "Gossip SGD")
 
 
 def on_all_hosts(bed: Bed, timeout: float, *arguments: str) -> dict[str, Any]:
@@ -127,8 +130,9 @@ def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
     """Times a step of other libraries and of Rumor. Each rate has its own bed, because a shaped bed can't use loopback."""
     rows = []
     for rate in rates:
+        without = LEFT_OUT_ON_SLOW_LINKS if bytes_per_second(rate) < bytes_per_second(SLOW) else ()
         with Bed(hosts, rate) as bed:
-            found = on_all_hosts(bed, 900, "peers", "--repeats", str(repeats))
+            found = on_all_hosts(bed, 1200, "peers", "--repeats", str(repeats), "--without", *without)
         rows += [{"bed": found["bed"], **row} for row in _steps(bed.rate, hosts, found["seconds"])]
     return {"machine": found["machine"], "hosts": hosts, "parameters": PARAMETERS, "H": H, "rows": rows}
 
@@ -156,7 +160,7 @@ def main() -> None:
     elif options.what == "trace":
         results = trace(options.hosts, (options.rates or ["500mbit"])[0])
     elif options.what == "peers":
-        results = peers(options.hosts, options.rates or ["500mbit", "1gbit", LOOPBACK], options.repeats)
+        results = peers(options.hosts, options.rates or list(PEER_RATES), options.repeats)
     else:
         results = growth((options.rates or ["500mbit"])[0], options.repeats)
     shaped = options.what == "loopback" or any(row.get("rate") != LOOPBACK for row in results.get("rows", [results]))

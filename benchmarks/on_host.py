@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from model_to_plan import build
 
 from models import resnet50
 
+T = TypeVar("T")
 Step = Callable[[], object]
 Build = Callable[[], tuple[nn.Module, Callable[..., None]]]  # returns a model and its training step, which also takes the model in DDP
 BUCKETS_MB = (1, 4, 25)  # values of DDP's bucket_cap_mb; the fastest one counts
@@ -136,15 +137,19 @@ def step(repeats: int, build: Build, without: list[str]) -> dict[str, Any]:
     contestants["Gossip-PGA, 4 bits, delay=1"] = with_averager(build, rumor.gossip_pga(graph, H, bits=4, delay=1))
     contestants["Parallel SGD, 4 bits"] = with_averager(build, rumor.parallel_sgd(n, bits=4))
     contestants["Gossip-PGA, crude"] = crude(build, n)
-    chosen = {name: step for name, step in contestants.items() if not any(word in name for word in without)}
-    return take_turns(chosen, TURN, repeats, H)
+    return take_turns(_chosen(contestants, without), TURN, repeats, H)
 
 
-def with_peers(repeats: int) -> dict[str, Any]:
+def _chosen(contestants: dict[str, T], without: list[str]) -> dict[str, T]:
+    return {name: contestant for name, contestant in contestants.items() if not any(word in name for word in without)}
+
+
+def with_peers(repeats: int, without: list[str]) -> dict[str, Any]:
     """Times the same step in other libraries and in Rumor: same model, optimizer and data. A turn ends with the global round of all."""
     n = dist.get_world_size()
     makers = {name: make for name, make in ours(n, H, H, BUCKETS_MB).items() if name.startswith(WITH_PEERS)}
-    contestants = {name: make(_same_model) for name, make in {**makers, **peers(n, H)}.items()}
+    chosen = _chosen({**makers, **peers(n, H)}, without)
+    contestants = {name: make(_same_model) for name, make in chosen.items()}
     torch.manual_seed(1 + dist.get_rank())
     x, y = torch.randn(256, 784), torch.randint(10, (256,))
     times = take_turns({name: partial(contestant.step, x, y) for name, contestant in contestants.items()}, TURN, repeats, H)
@@ -167,7 +172,9 @@ def main() -> None:
     parser.add_argument("what", choices=("exchange", "step", "peers", "trace"), help="what to measure")
     parser.add_argument("--sizes", type=int, nargs="+", default=[8_000_000, 100_000_000], help="sizes in bytes, for exchange")
     parser.add_argument("--model", choices=BUILDS, default="mlp", help="model, for step")
-    parser.add_argument("--without", nargs="*", default=[], help="leave out contestants with one of these words in their name, for step")
+    parser.add_argument(
+        "--without", nargs="*", default=[], help="leave out contestants with one of these words in their name, for step and peers"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="number of turns")
     parser.add_argument("--out", type=Path, required=True, help="file for the results")
     options = parser.parse_args()
@@ -177,7 +184,7 @@ def main() -> None:
     elif options.what == "step":
         found = step(options.repeats, BUILDS[options.model], options.without)
     else:
-        found = with_peers(options.repeats) if options.what == "peers" else trace(_same_model)
+        found = with_peers(options.repeats, options.without) if options.what == "peers" else trace(_same_model)
     if dist.get_rank() == 0:
         save(options.out, {"machine": machine(), "bed": os.environ.get("RUMOR_BED", ""), "n": dist.get_world_size(), "seconds": found})
     dist.barrier()

@@ -106,7 +106,8 @@ def peers(results: dict[str, Any]) -> str:
     rows, settings = [["ms a step", *_rates(results), "distance from the mean"]], dict[str, list[str]]()
     for what in dict.fromkeys(row["what"] for row in results["rows"]):
         found = [row for row in results["rows"] if row["what"] == what]
-        cells = [f"{_range(row)}: **{row['times_as_fast_as_ddp']:.2f}**{_ceiling(row)}" for row in found]
+        at = {shown(row["rate"]): f"{_range(row)}: **{row['times_as_fast_as_ddp']:.2f}**{_ceiling(row)}" for row in found}
+        cells = [at.get(rate, "-") for rate in _rates(results)]
         apart, finished = (max(row[when] for row in found) for when in ("consensus", "consensus_finished"))
         distance = f"{apart:.0e}" + (f", {finished:.0e} after `finish()`" if finished != apart else "")
         rows.append([what, *cells, distance.replace("0e+00", "0")])

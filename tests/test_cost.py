@@ -166,6 +166,48 @@ def test_parallel_sgd_costs_what_ddp_was_measured_to_cost() -> None:
     assert any("delay=1" in note for note in hidden.notes)
 
 
+def test_codes_cost_their_bytes_and_the_work_of_coding() -> None:
+    work, link = Workload(1_000_000, compute=0.1), Link(bandwidth=1e6, latency=1e-3, coding=2e-8)
+    code = 1_000_000 * (128 + 5) / 256  # bytes: 256 numbers of 4 bits, two scales in float16 and an exponent
+    found = predict(8, work, link, H=4, bits=4)
+    rows = {(row.name, row.topology): row for row in found}
+    gossip, mean = code / 1e6 + 1e-3 + 0.02, 2 * 7 / 8 * code / 1e6 + 2e-3 + 0.04
+    parallel, local = rows["Parallel SGD, 4 bits", None], rows["Local SGD, 4 bits", None]
+    pga, ring = (rows["Gossip-PGA, 4 bits", name] for name in ("one-peer-exponential", "ring"))
+    assert parallel.seconds == pytest.approx(0.1 + mean)
+    assert local.seconds == pytest.approx(0.1 + mean / 4)
+    assert pga.seconds == pytest.approx(0.1 + 0.75 * gossip + 0.25 * mean)
+    assert pga.bytes == pytest.approx((0.75 + 0.25 * 2 * 7 / 8) * code)
+    assert ring.seconds - pga.seconds == pytest.approx(0.75 * code / 1e6)
+    assert [row for row in found if row.bits == 32] == predict(8, work, link, H=4), "the other rows stay as they are"
+    measured = Measured(0.2, {"ring": 0.1}, coded_seconds={4: (0.02, 0.05)})
+    rows = {(row.name, row.topology): row for row in predict(8, work, measured, H=4, bits=4)}
+    assert rows["Gossip-PGA, 4 bits", "ring"].seconds == pytest.approx(0.1 + 0.75 * 2 * 0.02 + 0.25 * 0.05)
+    assert predict(8, work, measured, H=4, bits=8) == predict(8, work, measured, H=4), "8 bits were not measured"
+
+
+def test_codes_are_recommended_where_they_pay() -> None:
+    slow, quick = Link(1 * GBIT, latency=50e-6), Link(400 * GBIT, latency=5e-6)
+    advice = recommend(32, RESNET50.workload, slow)
+    assert (advice.method, advice.bits) == ("Gossip-PGA", 4)
+    assert eval(advice.call) == rumor.gossip_pga(rumor.one_peer_exponential(32), H=advice.H, bits=4)
+    assert "with messages of 4 bits" in advice.reason
+    plain = recommend(32, RESNET50.workload, slow, bits=32)
+    assert plain.bits == 32
+    assert "bits" not in plain.call
+    assert advice.seconds < plain.seconds / 2
+    assert recommend(32, RESNET50.workload, quick).bits == 32, "a quick network gains nothing"
+    assert recommend(32, RESNET50.workload, Link(1 * GBIT, 50e-6, coding=1e-6)).bits == 32, "coding takes longer than it saves"
+
+
+def test_parallel_sgd_with_codes_is_recommended_where_gossip_saves_nothing_more() -> None:
+    seen = Measured(0.8, {"one-peer-exponential": 0.5}, coded_seconds={4: (0.05, 0.06)})
+    advice = recommend(8, Workload(1_000_000, compute=0.1), seen)
+    assert (advice.method, advice.bits, advice.seconds) == ("Parallel SGD", 4, pytest.approx(0.16))
+    assert eval(advice.call) == rumor.parallel_sgd(8, bits=4)
+    assert "rumor.ddp_hook_state(bits=4)" in advice.reason
+
+
 def test_of_equally_quick_topologies_the_one_that_mixes_faster_is_taken() -> None:
     alike = Measured(2.0, dict.fromkeys(TOPOLOGIES, 0.1))
     advice = recommend(100, Workload(1000, compute=0.1), alike)
@@ -206,7 +248,7 @@ def test_transient_stages_of_the_same_order_do_not_decide() -> None:
 
 
 def test_a_bound_on_the_period_is_kept_and_a_dear_all_reduce_is_told() -> None:
-    advice = recommend(1024, Workload(1_000_000, compute=1e-3), Link(25 * GBIT, latency=0.05))
+    advice = recommend(1024, Workload(1_000_000, compute=1e-3), Link(25 * GBIT, latency=0.05), bits=32)
     assert advice.H == 64
     assert any("average_rounds=10" in note and "gossip_aga" in note for note in advice.notes)
     assert recommend(32, RESNET50.workload, RESNET50.measured, max_period=3).H == 3
@@ -234,7 +276,7 @@ def test_a_model_in_place_of_numbers() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 10).requires_grad_(False)).to(torch.bfloat16)
     work = Workload.of(model, compute=0.2, steps=7)
     assert (work.parameters, work.bytes_per_parameter, work.bytes, work.steps) == (110, 2, 220, 7)
-    assert any("float32" in note for note in recommend(4, work, Link(10.0)).notes)
+    assert any("float32" in note for note in recommend(4, work, Link(10.0), bits=32).notes)
 
 
 def test_degree_counts_messages_of_the_busiest_node() -> None:

@@ -1,5 +1,7 @@
 """DDP with gradients in a few bits."""
 
+import csv
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rumor
+from tests import warm
 from tests.cluster import Cluster
 from tests.problems import N, batches, flat, loss_fn, network
 
@@ -18,7 +21,7 @@ STEPS = 60
 def model_in_ddp(bits: int, **options: Any) -> tuple[DistributedDataParallel, rumor.ddp.DDPHookState | None]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 90), nn.Tanh(), nn.Linear(90, 3))
-    ddp = DistributedDataParallel(model, bucket_cap_mb=0.02, **options)  # several buckets
+    ddp = DistributedDataParallel(model, **{"bucket_cap_mb": 0.02, **options})  # several buckets
     state = None
     if bits < 32:
         state = rumor.ddp_hook_state(bits=bits, model=ddp)
@@ -153,3 +156,46 @@ def mistakes(rank: int) -> list[str]:
 
 def test_mistakes_are_one_clear_line(four: Cluster) -> None:
     assert all(len(found) == 1 for found in four.run(mistakes))
+
+
+def compiled_and_mixed(rank: int, compiled: bool, mixed: bool) -> Tensor:
+    """Trains with torch.compile (without a C++ compiler), with autocast and a GradScaler that skips one step, or both."""
+    ddp, _ = model_in_ddp(4, bucket_cap_mb=25)  # torch.compile asks for at least that of DDP's first bucket
+    opt = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
+    model = torch.compile(ddp, backend="aot_eager") if compiled else ddp
+    scaler = torch.amp.GradScaler("cpu", enabled=mixed, init_scale=2.0**10)
+    skipped = []
+    for k, (x, y) in enumerate(zip(*batches(8), strict=True)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            loss = loss_fn(model, x[rank].float(), y[rank])
+        scaler.scale(loss * (torch.inf if mixed and k == 3 and rank == 1 else 1.0)).backward()
+        before, scale = flat(ddp).clone(), scaler.get_scale()
+        scaler.step(opt)
+        scaler.update()
+        opt.zero_grad()
+        skipped.append(scaler.get_scale() < scale)
+        assert torch.equal(before, flat(ddp)) == skipped[-1]
+    assert skipped == [mixed and k == 3 for k in range(8)], "one bad gradient skips the step of all ranks"
+    return flat(ddp)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_hook_works_in_a_compiled_model_and_in_mixed_precision(four: Cluster, mixed: bool) -> None:
+    plain, compiled = (four.run(compiled_and_mixed, compile, mixed) for compile in (False, True))
+    for model in (*plain, *compiled):
+        assert torch.allclose(model, plain[0], atol=1e-2 if mixed else 1e-5)
+    assert all(torch.equal(model, compiled[0]) for model in compiled)
+
+
+def test_the_study_of_hooks_runs_and_does_not_run_again_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "enwik8").write_bytes(bytes(range(97, 123)) * 400_000)
+    script = Path(__file__).parents[1] / "experiments" / "ddp_hooks.py"
+    options = ["--data", tmp_path, "--out", tmp_path / "found.csv", "--batch", "1", "--steps", "3", "--seeds", "1", "--evaluated", "2"]
+    for hooks in (["none", "4 bits"], ["4 bits", "bf16"]):
+        done = warm.torchrun(2, [script, *options, "--hooks", *hooks])
+        assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines()))
+    assert [row["hook"] for row in rows] == ["none", "4 bits", "bf16"]
+    losses = [float(row["loss"]) for row in rows]
+    assert max(losses) - min(losses) < 0.05
+    assert "held-out loss" in done.stdout

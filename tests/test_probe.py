@@ -59,7 +59,9 @@ def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys:
     assert (found["n"], found["backend"], found["device"], found["bytes_per_parameter"]) == (4, "gloo", "cpu", 4)
     assert found["parameters"] == pytest.approx(50_000, rel=0.02)
     assert set(found["gossip"]) == set(TOPOLOGIES)
-    for timing in (found["compute"], found["ddp"], found["all_reduce"], found["small_gossip"], *found["gossip"].values()):
+    assert list(found["coded"]) == ["8", "4"]
+    coded = [timing for times in found["coded"].values() for timing in (times["gossip"], times["all_reduce"])]
+    for timing in (found["compute"], found["ddp"], found["all_reduce"], found["small_gossip"], *found["gossip"].values(), *coded):
         assert 0 < timing["fastest"] <= timing["median"] <= timing["slowest"] < 10
     assert found["bandwidth"] > 0
     assert found["latency"] == found["small_gossip"]["median"]
@@ -72,8 +74,13 @@ def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys:
     assert seen["network"]["kind"] == "measured"
     assert seen["workload"]["compute"] == found["compute"]["median"]
     assert seen["network"]["ddp_seconds"] == max(0, found["ddp"]["median"] - found["compute"]["median"])
-    assert plan("-n 64")["network"] == {"kind": "link", "bandwidth": found["bandwidth"], "latency": found["latency"]}
-    assert plan("--bandwidth 1Mbit/s")["recommendation"]["method"] == "Gossip-PGA"
+    assert seen["network"]["coded_seconds"] == {b: [t["gossip"]["median"], t["all_reduce"]["median"]] for b, t in found["coded"].items()}
+    link = plan("-n 64")["network"]
+    assert 0 <= link.pop("coding") < 1e-3
+    assert link == {"kind": "link", "bandwidth": found["bandwidth"], "latency": found["latency"]}
+    advice = plan("--compute 1ms --bandwidth 1Mbit/s")["recommendation"]
+    assert (advice["method"], advice["bits"]) == ("Gossip-PGA", 4)
+    assert plan("--compute 1ms --bandwidth 1Mbit/s --bits 32")["recommendation"]["bits"] == 32
     assert plan("--compute 100s --bandwidth 400Gbit/s")["recommendation"]["method"] == "Parallel SGD"
 
 

@@ -8,6 +8,7 @@ one (error feedback), so nothing is lost over time.
 """
 
 # DDP compares the annotations of a hook with its own types, so they must not be strings: no `from __future__ import annotations` here
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -26,6 +27,7 @@ from rumor.metrics import Metrics
 from rumor.version import VERSION
 
 DOING = "averaging gradients"
+AT_ONCE = 3  # buckets: while one waits for its mean, another waits for its codes, and a third is encoded
 
 
 class _Memory:
@@ -55,14 +57,15 @@ class DDPHookState:
         handshake.agree(self._transport, {"number of bits of the hook": str(bits), "version of rumor": VERSION})
         self._memories: dict[tuple[int, ...], _Memory] = {}
         self._loaded: dict[int, Tensor] = {}  # by the id of a parameter
-        self._scratch = Scratch()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rumor-ddp")
+        self._of_thread = threading.local()
+        self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="rumor-ddp")
         self._rounds = 0
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start to average the gradients of a bucket."""
         memory, k = self._memory_of(bucket), self._rounds
         self._rounds += 1
+        self.metrics.bytes_sent += memory.shares.bytes_sent
         gradient = bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else [])
         if not self._transport.sends_from_host:  # the device does it all, in the order of its stream
@@ -75,7 +78,7 @@ class DDPHookState:
             except Exception as error:  # DDP raises it when it waits for the bucket
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
-        self._thread.submit(run)
+        self._threads.submit(run)
         return future
 
     @torch.no_grad()
@@ -86,7 +89,9 @@ class DDPHookState:
         flag = is_bad.to(torch.float64).reshape(1)
         transport = self._transport
         alarm = Alarm(transport.n) if transport.sends_from_host else DeviceAlarm(transport.n, transport.device)
-        total = CodedMean(transport, alarm, memory.shares, [Buffer(own)], [memory.left_out], k, DOING, flag, self._scratch)
+        if not hasattr(self._of_thread, "scratch"):
+            self._of_thread.scratch = Scratch()
+        total = CodedMean(transport, alarm, memory.shares, [Buffer(own)], [memory.left_out], k, DOING, flag, self._of_thread.scratch)
         total.post()
         if float(total.arrive()) > 0:
             memory.left_out.zero_()

@@ -107,7 +107,7 @@ def draw_plan(rows: Sequence[Prediction], chosen: Prediction | None, compute: fl
     """Draws the time of a step for each row of `rumor plan`, computing and communication. The recommended row is marked."""
     pyplot = open_pyplot(path)
     shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # their times lie between those of the others
-    names = [f"{row.method}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
+    names = [f"{row.name}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
     figure, axes = pyplot.subplots(figsize=(8.5, 1.6 + 0.27 * len(shown)), layout="constrained")
     axes.barh(names, [1e3 * compute] * len(shown), color=SKY, label="computing")
     axes.barh(names, [1e3 * (row.seconds - compute) for row in shown], left=1e3 * compute, color=VERMILION, label="communication")

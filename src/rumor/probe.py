@@ -13,7 +13,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from rumor.averager import Averager
 from rumor.checkpoint.files import replacing
 from rumor.cost import TOPOLOGIES, Link, Measured, Workload
+from rumor.cost.network import CODING, coded_bytes
 from rumor.engines.processes.process_group import ProcessGroup
-from rumor.methods.gossip_pga import GossipPGA, gossip_sgd, parallel_sgd
+from rumor.methods.gossip_pga import GossipPGA, gossip_pga, gossip_sgd, parallel_sgd
 from rumor.schedule import check_whole
 from rumor.topology import one_peer_exponential
 
@@ -34,6 +35,8 @@ WARM_UP = 3  # rounds that are not measured: the first ones open connections and
 LARGE = 1_000_000  # minimum number of parameters in the message that gives the bandwidth
 SMALL_BYTES = 8  # size of the tiny model, which has two parameters
 SMALL_STEPS = 10  # steps in a sample of the tiny model: a single one is too short to be timed
+CODED_BITS = (8, 4)
+NEVER = 10**9  # a period that is not reached: gossip alone
 
 Step = Callable[..., object]  # step() or step(model) runs one forward, backward and optimizer step
 
@@ -45,6 +48,14 @@ class Timing:
     median: float
     fastest: float
     slowest: float
+
+
+@dataclass(frozen=True)
+class Coded:
+    """The times of one gossip step with one peer, and of one global average, with codes of a few bits."""
+
+    gossip: Timing
+    all_reduce: Timing
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ class Probe:
         small_all_reduce: time of one all-reduce of a model with two parameters.
         large_gossip: time of one gossip step with one peer of a model with `large_bytes`. This is the model itself unless that is small.
         large_bytes: size of that model.
+        coded: times with messages of 8 and 4 bits. Empty in the files of older versions.
     """
 
     n: int
@@ -88,13 +100,15 @@ class Probe:
     small_all_reduce: Timing
     large_gossip: Timing
     large_bytes: float
+    coded: Mapping[int, Coded] = field(default_factory=dict)
 
     def workload(self, steps: int) -> Workload:
         return Workload(self.parameters, self.compute.median, self.bytes_per_parameter, steps)
 
     def measured(self) -> Measured:
         ddp = None if self.ddp is None else max(0.0, self.ddp.median - self.compute.median)
-        return Measured(self.all_reduce.median, {name: timing.median for name, timing in self.gossip.items()}, ddp)
+        coded = {bits: (times.gossip.median, times.all_reduce.median) for bits, times in self.coded.items()}
+        return Measured(self.all_reduce.median, {name: timing.median for name, timing in self.gossip.items()}, ddp, coded)
 
     def link(self) -> Link:
         """Computes the link. The latency is the time of a tiny gossip step; the bandwidth comes from the extra time of a large one."""
@@ -104,7 +118,16 @@ class Probe:
                 f"a message of {self.large_bytes:.0f} bytes took no longer than one of {SMALL_BYTES} bytes, so the bandwidth can't be "
                 "computed: probe again with nothing else running, with more --repeats, or with a larger model"
             )
-        return Link((self.large_bytes - SMALL_BYTES) / transfer, self.small_gossip.median)
+        bandwidth, latency = (self.large_bytes - SMALL_BYTES) / transfer, self.small_gossip.median
+        return Link(bandwidth, latency, self._coding(bandwidth, latency))
+
+    def _coding(self, bandwidth: float, latency: float) -> float:
+        """Computes the seconds to encode, decode and mix a number: what a gossip step of the smallest codes takes beyond its message."""
+        if not self.coded:
+            return CODING
+        bits = min(self.coded)
+        travels = coded_bytes(self.parameters, bits) / bandwidth + latency
+        return max(0.0, self.coded[bits].gossip.median - travels) / self.parameters
 
     def as_dict(self) -> dict[str, Any]:
         """All measurements, with the bandwidth (bytes/s) and latency of the link; both are None if the times are too noisy."""
@@ -130,6 +153,8 @@ class Probe:
             for name in ("compute", "ddp", "all_reduce", "small_gossip", "small_all_reduce", "large_gossip"):
                 found[name] = None if name == "ddp" and found[name] is None else Timing(**found[name])
             found["gossip"] = {name: Timing(**timing) for name, timing in found["gossip"].items()}
+            coded = found.get("coded", {}).items()
+            found["coded"] = {int(bits): Coded(*(Timing(**times[name]) for name in ("gossip", "all_reduce"))) for bits, times in coded}
             probe = cls(**found)
             probe._check()
             return probe
@@ -139,6 +164,7 @@ class Probe:
     def _check(self) -> None:
         """Raises an error on numbers that can't have been measured, because they would lead to a wrong plan."""
         timings = [self.compute, self.all_reduce, self.small_gossip, self.small_all_reduce, self.large_gossip, *self.gossip.values()]
+        timings += [timing for times in self.coded.values() for timing in (times.gossip, times.all_reduce)]
         seconds = [s for timing in (*timings, *([self.ddp] if self.ddp else [])) for s in asdict(timing).values()]
         for number in (self.n, self.parameters, self.bytes_per_parameter, self.large_bytes, *seconds):
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number < math.inf:
@@ -202,6 +228,7 @@ def measure(
         small_all_reduce=timings["all-reduce of 2 parameters"],
         large_gossip=large,
         large_bytes=large_bytes,
+        coded={bits: Coded(timings[f"gossip, {bits} bits"], timings[f"all-reduce, {bits} bits"]) for bits in CODED_BITS},
     )
 
 
@@ -215,13 +242,16 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _time_averaging(timer: _Timer, model: nn.Module) -> None:
-    """Times gossip on every topology and an all-reduce, of the model and of a model with two parameters."""
+    """Times gossip on every topology and an all-reduce, of the model, of its codes, and of a model with two parameters."""
     n, tiny = timer.engine.n, nn.Linear(1, 1).to(_device(model))
     for name, build in TOPOLOGIES.items():
         topology = build(n)
         timer.time(name, _averaging(model, gossip_sgd(topology)), topology.period)  # whole cycles: their steps may differ
     timer.time("all-reduce", _averaging(model, parallel_sgd(n)))
     peers = one_peer_exponential(n)
+    for bits in CODED_BITS:
+        timer.time(f"gossip, {bits} bits", _averaging(model, gossip_pga(peers, NEVER, bits=bits)), peers.period)
+        timer.time(f"all-reduce, {bits} bits", _averaging(model, parallel_sgd(n, bits=bits)))
     timer.time("gossip of 2 parameters", _averaging(tiny, gossip_sgd(peers)), SMALL_STEPS * peers.period)
     timer.time("all-reduce of 2 parameters", _averaging(tiny, parallel_sgd(n)), SMALL_STEPS)
 

@@ -13,6 +13,7 @@ from rumor.cli.units import bandwidth, count, nodes, seconds, show_bytes, show_c
 from rumor.cli.user_model import load_model
 from rumor.cost import TOPOLOGIES, Link, Measured, Network, Prediction, Recommendation, Workload, predict, recommend
 from rumor.cost.paper import TRAININGS
+from rumor.cost.recommendation import FEWEST_BITS
 from rumor.plots import draw_plan
 from rumor.probe import Probe
 
@@ -50,6 +51,12 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--paper", choices=tuple(TRAININGS), help="compare the paper's run times (Tables 7, 10 and 11) with the model's")
     parser.add_argument(
         "--period", type=nodes, metavar="H", help="period of Gossip-PGA and Local SGD (default: by the recommendation's rule)"
+    )
+    parser.add_argument(
+        "--bits",
+        choices=("32", "16", "8", "4"),
+        default=str(FEWEST_BITS),
+        help=f"bits of a number in the smallest messages to compare, 32 for float32 alone (default {FEWEST_BITS})",
     )
     parser.add_argument("--max-period", type=nodes, metavar="H", help="longest H to recommend, for example to limit the transient stage")
     parser.add_argument("--iid", action="store_true", help="assume that all nodes draw from the same data, for the transient stage")
@@ -99,10 +106,12 @@ def run(options: argparse.Namespace) -> int:
         print(paper_page(options.paper, options.json))
         return 0
     inputs = read_inputs(options)
-    advice = recommend(inputs.n, inputs.workload, inputs.network, H=options.period, max_period=options.max_period, iid=options.iid)
+    planned, bits = (inputs.n, inputs.workload, inputs.network), int(options.bits)
+    advice = recommend(*planned, H=options.period, max_period=options.max_period, iid=options.iid, bits=bits)
     H = options.period or (advice.H if advice.H > 1 else None)  # so that the recommendation is a row of the table
-    rows = predict(inputs.n, inputs.workload, inputs.network, H=H, H_max=max(64, H or 0))
-    chosen = next((row for row in rows if (row.method, row.topology, row.H) == (advice.method, advice.topology, advice.H)), None)
+    rows = predict(*planned, H=H, H_max=max(64, H or 0), bits=bits)
+    is_chosen = (advice.method, advice.topology, advice.H, advice.bits)
+    chosen = next((row for row in rows if (row.method, row.topology, row.H, row.bits) == is_chosen), None)
     if options.out:
         title = f"{inputs.n} nodes, {show_count(inputs.workload.parameters)} parameters; {inputs.source}"
         draw_plan(rows, chosen, inputs.workload.compute, title, options.out)
@@ -251,7 +260,7 @@ def _table(rows: list[Prediction], chosen: Prediction | None, iid: bool) -> str:
         lines.append(
             (
                 f"{row.topology}{star}" if row.topology and row.topology != last else "",
-                row.method,
+                row.name,
                 "-" if row.H is None else str(row.H),
                 show_seconds(row.seconds),
                 show_seconds(row.seconds_overlapped),

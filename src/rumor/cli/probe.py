@@ -149,6 +149,8 @@ def _page(probe: Probe, path: str) -> str:
         **{f"gossip, {name}": timing for name, timing in probe.gossip.items()},
         "all-reduce": probe.all_reduce,
     }
+    for bits, times in probe.coded.items():
+        named |= {f"gossip with one peer, {bits} bits": times.gossip, f"all-reduce, {bits} bits": times.all_reduce}
     rows = [(what, *(show_seconds(t) for t in (timing.median, timing.fastest, timing.slowest))) for what, timing in named.items()]
     lines = [
         f"{probe.n} processes, {probe.backend} on {probe.device}, torch {probe.torch}: {probe.model}"

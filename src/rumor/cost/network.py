@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
 from torch import nn
 
+from rumor.engines.codes import BLOCK, CODES
 from rumor.schedule import check_whole
 from rumor.topology import Topology, exponential, grid, one_peer_exponential, ring, torus
 
 TOPOLOGIES = {"one-peer-exponential": one_peer_exponential, "ring": ring, "grid": grid, "torus": torus, "exponential": exponential}
+CODING = 3e-9  # seconds to encode, decode and mix a number, measured on one core (docs/performance.md); a GPU takes far less
 
 
 def check_number(name: str, value: float, unit: str, zero: bool = False) -> None:
@@ -94,6 +96,15 @@ class Workload:
         return self.parameters * max(self.bytes_per_parameter, 4.0)
 
 
+def coded_bytes(parameters: int, bits: int) -> float:
+    """Bytes of so many numbers as codes of 16, 8 or 4 bits, with the scales of their blocks.
+
+    >>> coded_bytes(1_000_000, 16), coded_bytes(1_000_000, 4)
+    (2000000.0, 519531.25)
+    """
+    return parameters * CODES[bits].nbytes(BLOCK) / BLOCK
+
+
 class Network(Protocol):
     """The times of a network that the time model needs."""
 
@@ -103,6 +114,14 @@ class Network(Protocol):
 
     def gossip(self, topology: Topology, bytes: float) -> float:
         """Seconds of one gossip step."""
+        ...
+
+    def coded_all_reduce(self, n: int, parameters: int, bits: int) -> float | None:
+        """Seconds of one global average of codes, including the work of encoding; None if that was not measured."""
+        ...
+
+    def coded_gossip(self, topology: Topology, parameters: int, bits: int) -> float | None:
+        """Seconds of one gossip step of codes, including the work of encoding; None if that was not measured."""
         ...
 
     def ddp(self) -> float | None:
@@ -121,9 +140,13 @@ class Link:
         gossip      degree bytes / bandwidth + alpha
         all-reduce  2 (n - 1)/n bytes / bandwidth + 2 (n - 1) alpha
 
+    Codes travel in the same way, as fewer bytes. Their global average has two messages to every node instead of a ring's steps. The time to
+    encode and decode is added, once for gossip and twice for a global average.
+
     Attributes:
         bandwidth: bytes (not bits) per second that a node sends, and receives at the same time. 25 Gbit/s is 25e9 / 8.
         latency: alpha, seconds of an empty message.
+        coding: seconds to encode, decode and mix one number.
 
     >>> link = Link(bandwidth=100e6, latency=1e-3)
     >>> round(link.gossip(ring(4), 1e8), 3), round(link.all_reduce(4, 1e8), 3)
@@ -132,10 +155,12 @@ class Link:
 
     bandwidth: float
     latency: float = 0.0
+    coding: float = CODING
 
     def __post_init__(self) -> None:
         check_number("bandwidth", self.bandwidth, "bytes/s")
         check_number("latency", self.latency, "seconds", zero=True)
+        check_number("coding", self.coding, "seconds", zero=True)
 
     def all_reduce(self, n: int, bytes: float) -> float:
         return 2 * (n - 1) / n * bytes / self.bandwidth + 2 * (n - 1) * self.latency
@@ -143,6 +168,14 @@ class Link:
     def gossip(self, topology: Topology, bytes: float) -> float:
         messages = degree(topology)
         return messages * bytes / self.bandwidth + self.latency if messages else 0.0
+
+    def coded_all_reduce(self, n: int, parameters: int, bits: int) -> float:
+        sent = 2 * (n - 1) / n * coded_bytes(parameters, bits)
+        return sent / self.bandwidth + 2 * self.latency + 2 * self.coding * parameters
+
+    def coded_gossip(self, topology: Topology, parameters: int, bits: int) -> float:
+        work = self.coding * parameters if topology.has_links else 0.0
+        return self.gossip(topology, coded_bytes(parameters, bits)) + work
 
     def ddp(self) -> float | None:
         return None
@@ -161,6 +194,7 @@ class Measured:
             that of the measured one with the nearest degree, scaled by the degrees.
         ddp_seconds: seconds that DistributedDataParallel adds to the compute time of a step; None if it was not measured. DDP overlaps
             its all-reduce with the backward pass, so this is less than `all_reduce_seconds`. It is the real cost of Parallel SGD.
+        coded_seconds: seconds of one gossip step with one peer, and of one global average, by the number of bits of their codes.
 
     >>> seen = Measured(0.278, {"one-peer-exponential": 0.150})
     >>> seen.gossip(ring(32), bytes=102e6), seen.note(ring(32))
@@ -170,8 +204,12 @@ class Measured:
     all_reduce_seconds: float
     gossip_seconds: Mapping[str, float]
     ddp_seconds: float | None = None
+    coded_seconds: Mapping[int, tuple[float, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for bits, pair in self.coded_seconds.items():
+            for seconds in pair:
+                check_number(f"coded_seconds[{bits}]", seconds, "seconds")
         if self.ddp_seconds is not None:
             check_number("ddp_seconds", self.ddp_seconds, "seconds", zero=True)
         check_number("all_reduce_seconds", self.all_reduce_seconds, "seconds")
@@ -184,6 +222,12 @@ class Measured:
 
     def all_reduce(self, n: int, bytes: float) -> float:
         return self.all_reduce_seconds if n > 1 else 0.0
+
+    def coded_all_reduce(self, n: int, parameters: int, bits: int) -> float | None:
+        return self.coded_seconds[bits][1] if bits in self.coded_seconds else None
+
+    def coded_gossip(self, topology: Topology, parameters: int, bits: int) -> float | None:
+        return self.coded_seconds[bits][0] * degree(topology) if bits in self.coded_seconds else None
 
     def ddp(self) -> float | None:
         return self.ddp_seconds

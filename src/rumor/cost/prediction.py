@@ -7,6 +7,7 @@ A step of Gossip-PGA takes
 
 t_compute, t_gossip and t_mean are the seconds of computing, of a gossip step and of an all-reduce. Parallel, Local and Gossip SGD are the
 cases H = 1, t_gossip = 0 and H = infinity. If a step of DDP was measured, Parallel SGD takes that time, since DDP has its own overlap.
+With codes of a few bits, t_gossip and t_mean include the time to encode and decode.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rumor.cost.network import TOPOLOGIES, Network, Workload, degree, kind
+from rumor.cost.network import TOPOLOGIES, Network, Workload, coded_bytes, degree, kind
 from rumor.engines.engine import uses_all_reduce
 from rumor.methods.gossip_pga import GossipPGA, gossip_pga, gossip_sgd, local_sgd
 from rumor.schedule import check_whole
@@ -42,6 +43,7 @@ class Prediction:
             are left out: compare these numbers with each other, not with a number of steps. None if there is no theory.
         transient_stage_iid: the same if all nodes draw from the same data.
         note: a remark about these numbers.
+        bits: the number of bits of a number in a message.
     """
 
     method: str
@@ -54,6 +56,12 @@ class Prediction:
     transient_stage: float | None
     transient_stage_iid: float | None
     note: str | None = None
+    bits: int = 32
+
+    @property
+    def name(self) -> str:
+        """The method, with its number of bits if its messages are codes."""
+        return self.method if self.bits == 32 else f"{self.method}, {self.bits} bits"
 
     def stage(self, iid: bool = False) -> float:
         """The transient stage; infinite if there is no theory."""
@@ -84,6 +92,7 @@ def predict(
     H_init: int = 4,
     H_max: int = 64,
     topologies: Sequence[Topology] | None = None,
+    bits: int = 32,
 ) -> list[Prediction]:
     """Predicts the cost of every method on every topology.
 
@@ -96,6 +105,7 @@ def predict(
         H_init: Gossip-AGA's shortest period.
         H_max: Gossip-AGA's longest period.
         topologies: the topologies to compare, each for n nodes; None means all of `TOPOLOGIES`.
+        bits: 16, 8 or 4 add Parallel SGD, Local SGD and Gossip-PGA with such codes, if the network has times for them.
 
     >>> from rumor.cost import Measured
     >>> rows = predict(32, Workload(25_500_000, 0.146, steps=18_768), Measured(0.278, {"one-peer-exponential": 0.150}), H=6)
@@ -106,40 +116,51 @@ def predict(
         check_whole(name, value, 1)
     if H_max < H_init:
         raise ValueError(f"H_init={H_init} is above H_max={H_max}, the longest period allowed: raise H_max")
-    times = _Times(n, workload, network)
+    times, coded = Times(n, workload, network), times_with(n, workload, network, bits)
     given = [build(n) for build in TOPOLOGIES.values()] if topologies is None else topologies
     for topology in given:
         if topology.n != n:
             raise ValueError(f"{topology} is for n={topology.n} nodes, but n={n} was given: build the topology for {n} nodes")
     if H is None:
         H = min(H_max, max([2, *(times.period(topology) for topology in sorted(given, key=times.gossip)[:1])]))
-    rows = [times.parallel(), times.row("Local SGD", local_sgd(n, H), H)]
+    both = [times, coded] if coded else [times]
+    rows = [*(each.parallel() for each in both), *(each.row("Local SGD", local_sgd(n, H), H) for each in both)]
     for topology in given:
         rows.append(times.row("Gossip SGD", gossip_sgd(topology), None))
-        rows.append(times.row("Gossip-PGA", gossip_pga(topology, H), H))
+        rows.extend(each.row("Gossip-PGA", gossip_pga(topology, H), H) for each in both)
         rows.extend(times.row("Gossip-AGA", gossip_pga(topology, end), end) for end in (H_init, H_max))
         rows.append(times.row("OSGP", gossip_sgd(topology), None))
     return rows
 
 
-class _Times:
-    """The times of one workload on one network."""
+class Times:
+    """The times of one workload on one network, with messages of so many bits."""
 
-    def __init__(self, n: int, workload: Workload, network: Network):
-        self.n, self.workload, self.network = n, workload, network
+    def __init__(self, n: int, workload: Workload, network: Network, bits: int = 32):
+        self.n, self.workload, self.network, self.bits = n, workload, network, bits
         self.mean, self.mean_bytes = self._all_reduce(workload.summed_bytes)
 
     def _all_reduce(self, bytes: float) -> tuple[float, float]:
         """Returns the seconds of an all-reduce, and the bytes that a node sends."""
-        return (self.network.all_reduce(self.n, bytes), 2 * (self.n - 1) / self.n * bytes) if self.n > 1 else (0.0, 0.0)
+        if self.n == 1:
+            return 0.0, 0.0
+        if self.bits == 32:
+            return self.network.all_reduce(self.n, bytes), 2 * (self.n - 1) / self.n * bytes
+        seconds = self.network.coded_all_reduce(self.n, self.workload.parameters, self.bits)
+        assert seconds is not None  # times_with() has asked
+        return seconds, 2 * (self.n - 1) / self.n * coded_bytes(self.workload.parameters, self.bits)
 
     def gossip(self, topology: Topology) -> tuple[float, float]:
         """Returns the seconds of a gossip step, and the bytes that the busiest node sends."""
-        if uses_all_reduce(topology):
+        if uses_all_reduce(topology, self.bits):
             return self.mean, self.mean_bytes
         if not topology.has_links:
             return 0.0, 0.0
-        return self.network.gossip(topology, self.workload.bytes), degree(topology) * self.workload.bytes
+        if self.bits == 32:
+            return self.network.gossip(topology, self.workload.bytes), degree(topology) * self.workload.bytes
+        seconds = self.network.coded_gossip(topology, self.workload.parameters, self.bits)
+        assert seconds is not None
+        return seconds, degree(topology) * coded_bytes(self.workload.parameters, self.bits)
 
     def period(self, topology: Topology) -> int:
         return period_for(self.workload.compute, self.gossip(topology)[0], self.mean)
@@ -147,9 +168,9 @@ class _Times:
     def parallel(self) -> Prediction:
         """Parallel SGD with DDP, which sends gradients in the precision of the parameters."""
         compute, (mean, sent) = self.workload.compute, self._all_reduce(self.workload.bytes)
-        ddp = self.network.ddp() if self.n > 1 else None
+        ddp = self.network.ddp() if self.n > 1 and self.bits == 32 else None
         seconds, overlapped = (compute + mean, max(compute, mean)) if ddp is None else (compute + ddp, compute + ddp)
-        return Prediction("Parallel SGD", None, 1, seconds, overlapped, sent, self._hours(seconds), 0.0, 0.0)
+        return Prediction("Parallel SGD", None, 1, seconds, overlapped, sent, self._hours(seconds), 0.0, 0.0, bits=self.bits)
 
     def row(self, method: str, algorithm: GossipPGA, H: int | None) -> Prediction:
         compute, share = self.workload.compute, 0.0 if H is None else 1 / H  # share of the steps that are global
@@ -167,7 +188,15 @@ class _Times:
             transient_stage=transient_stage(algorithm) if has_theory else None,
             transient_stage_iid=transient_stage(algorithm, iid=True) if has_theory else None,
             note=self.network.note(algorithm.topology) if has_neighbors else None,
+            bits=self.bits,
         )
 
     def _hours(self, seconds: float) -> float:
         return seconds * self.workload.steps / 3600
+
+
+def times_with(n: int, workload: Workload, network: Network, bits: int) -> Times | None:
+    """The times with codes of so many bits; None if there are no codes, or no times for them."""
+    if bits == 32 or n == 1 or network.coded_all_reduce(n, workload.parameters, bits) is None:
+        return None
+    return Times(n, workload, network, bits)

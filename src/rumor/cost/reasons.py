@@ -26,6 +26,8 @@ class Comparison:
         fastest_gossip: seconds of a gossip step on the fastest topology, including the computing.
         mean: seconds of an all-reduce.
         longest: the longest period allowed.
+        bits: the number of bits of a number in a message.
+        plain: the same candidates with messages in float32, if these have fewer bits.
     """
 
     workload: Workload
@@ -39,6 +41,8 @@ class Comparison:
     mean: float
     longest: int
     iid: bool
+    bits: int = 32
+    plain: Comparison | None = None
 
     @property
     def H(self) -> int:
@@ -50,7 +54,14 @@ class Comparison:
         return (self.workload.compute + self.mean - self.gossip) / self.H / self.gossip
 
 
+def takes_parallel(compared: Comparison) -> bool:
+    """Whether Parallel SGD is the better choice. (Gossip-PGA with H = 1 is Parallel SGD.)"""
+    return compared.parallel.seconds <= (1 + WORTH_IT) * compared.best.seconds or compared.H == 1
+
+
 def why_parallel(compared: Comparison) -> str:
+    if compared.plain is not None:
+        return _why_coded_parallel(compared, compared.plain)
     if compared.best.seconds < compared.parallel.seconds and compared.H == 1:
         return (
             f"an all-reduce takes {_ms(compared.mean)} and a gossip step {_ms(compared.gossip - compared.workload.compute)}, so averaging "
@@ -72,11 +83,32 @@ def why_parallel(compared: Comparison) -> str:
     return f"its step of {_ms(compared.parallel.seconds)} is {how} {other}: {_ms(seconds)}), and it is exact. {why}. {form}"
 
 
-def why_gossip_pga(compared: Comparison) -> str:
-    H, best, parallel = compared.H, compared.best.seconds, compared.parallel.seconds
-    shorter = f" (H = {H - 1}: {_percent(compared.added * H / (H - 1))})" if H > 1 and compared.added <= GLOBAL_SHARE else ""
+def _why_coded_parallel(compared: Comparison, plain: Comparison) -> str:
+    hook = f"ddp.register_comm_hook(rumor.ddp_hook_state(bits={compared.bits}), rumor.ddp_hook)"
     return (
-        f"its step takes {_ms(best)}, {1 - best / parallel:.0%} less than Parallel SGD's {_ms(parallel)}. {_why_topology(compared)} "
+        f"{_why_codes(compared, plain, compared.parallel)} Gossip would hardly be faster: {_ms(compared.best.seconds)}. In "
+        f"DistributedDataParallel, use rumor.ddp_hook, which also overlaps: {hook}"
+    )
+
+
+def _why_codes(compared: Comparison, plain: Comparison, chosen: Prediction) -> str:
+    parallel, same = plain.parallel.seconds, plain.parallel if chosen.method == "Parallel SGD" else plain.best
+    without = "" if same is plain.parallel else f" ({same.method} in float32: {_ms(same.seconds)})"
+    return (
+        f"with messages of {compared.bits} bits, its step takes {_ms(chosen.seconds)}, {1 - chosen.seconds / parallel:.0%} less than the "
+        f"{_ms(parallel)} of Parallel SGD in float32{without}."
+    )
+
+
+def why_gossip_pga(compared: Comparison) -> str:
+    H, best = compared.H, compared.best.seconds
+    shorter = f" (H = {H - 1}: {_percent(compared.added * H / (H - 1))})" if H > 1 and compared.added <= GLOBAL_SHARE else ""
+    parallel = compared.parallel.seconds
+    start = f"its step takes {_ms(best)}, {1 - best / parallel:.0%} less than Parallel SGD's {_ms(parallel)}."
+    if compared.plain is not None:
+        start = _why_codes(compared, compared.plain, compared.best)
+    return (
+        f"{start} {_why_topology(compared)} "
         f"With H = {H}, global rounds add {_percent(compared.added)} to it{shorter}. {_why_not_local(compared)}"
     )
 
@@ -104,12 +136,12 @@ def _why_not_local(compared: Comparison) -> str:
 
 def notes(compared: Comparison) -> tuple[str, ...]:
     """Remarks on the recommendation."""
-    is_parallel = compared.parallel.seconds <= (1 + WORTH_IT) * compared.best.seconds or compared.H == 1
+    is_parallel = takes_parallel(compared)
     found = [] if is_parallel else [*_note_on_period(compared)]
     found += _notes_on_overlap(compared)
     if compared.best.note and not is_parallel:
         found.append(f"{compared.best.topology}: {compared.best.note}")
-    if compared.workload.bytes_per_parameter < 4:
+    if compared.workload.bytes_per_parameter < 4 and compared.bits == 32:
         found.append(
             "gossip sends the parameters in their own precision; global rounds sum in float32, and so they send 4 bytes per parameter"
         )
@@ -124,7 +156,7 @@ def _note_on_period(compared: Comparison) -> list[str]:
     n, gossip = compared.topology.n, compared.gossip - compared.workload.compute
     rounds = max(1, (n - 1).bit_length())  # ceil(log2 n), the length of a one-peer cycle
     instead = ""
-    if kind(compared.topology) == "one-peer-exponential" and rounds * gossip < compared.mean:
+    if kind(compared.topology) == "one-peer-exponential" and rounds * gossip < compared.mean and compared.bits == 32:
         left = compared.topology.contraction(rounds)
         exact = f"leaves {left:.0%} of the disagreement" if left else "is just as exact"
         instead = (
@@ -135,7 +167,7 @@ def _note_on_period(compared: Comparison) -> list[str]:
 
 
 def _notes_on_overlap(compared: Comparison) -> list[str]:
-    parallel, best = compared.parallel, compared.best
+    parallel, best = (compared.plain or compared).parallel, compared.best
     if compared.network.ddp() is None and parallel.seconds > (1 + WORTH_IT) * best.seconds >= parallel.seconds_overlapped:
         return [
             f"all times are without overlap. If DDP can hide its whole all-reduce behind the backward pass, its step takes "

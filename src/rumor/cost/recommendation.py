@@ -5,6 +5,8 @@
    transient stage. If transient stages are within a factor of 2 (they are orders of magnitude), take the one that sends the least.
 3. Take the smallest H at which global rounds add at most 10 % to a gossip step. A longer period would hardly be faster, but have a
    longer transient stage.
+4. Send codes of 4 bits if that makes a step at least 10 % faster. If Parallel SGD with such codes is then within 10 % of Gossip-PGA, take
+   it: it needs no gossip.
 
 Gossip SGD is Gossip-PGA without the global rounds: at most 10 % faster, with a longer transient stage. Local SGD sends the least, but
 needs the most steps to catch up with Parallel SGD.
@@ -15,10 +17,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rumor.cost.network import TOPOLOGIES, Network, Workload, kind
-from rumor.cost.prediction import Prediction, period_for, predict
-from rumor.cost.reasons import LONGEST, SAME_ORDER, WORTH_IT, Comparison, notes, why_gossip_pga, why_parallel
+from rumor.cost.prediction import Prediction, Times, period_for, predict, times_with
+from rumor.cost.reasons import LONGEST, SAME_ORDER, WORTH_IT, Comparison, notes, takes_parallel, why_gossip_pga, why_parallel
+from rumor.methods.gossip_pga import gossip_pga, local_sgd
 from rumor.schedule import check_whole
+from rumor.topology import Topology
 
+FEWEST_BITS = 4  # as accurate as float32 in every study of docs/networks.md
 TIE = 0.02  # gossip steps within this share of each other count as equally fast
 
 
@@ -34,6 +39,7 @@ class Recommendation:
         call: the Python expression of the algorithm to pass to `rumor.Averager`.
         reason: the reason, in words.
         notes: further remarks.
+        bits: the number of bits of a number in a message.
     """
 
     method: str
@@ -43,10 +49,18 @@ class Recommendation:
     call: str
     reason: str
     notes: tuple[str, ...] = ()
+    bits: int = 32
 
 
 def recommend(
-    n: int, workload: Workload, network: Network, *, H: int | None = None, max_period: int | None = None, iid: bool = False
+    n: int,
+    workload: Workload,
+    network: Network,
+    *,
+    H: int | None = None,
+    max_period: int | None = None,
+    iid: bool = False,
+    bits: int = FEWEST_BITS,
 ) -> Recommendation:
     """Recommends a method, a topology and a period for `workload` on `n` nodes of `network`.
 
@@ -57,6 +71,7 @@ def recommend(
         H: the period of Gossip-PGA; None chooses one.
         max_period: the longest H allowed, for example from `rumor.theory` for the transient stage that the run can afford.
         iid: whether all nodes draw from the same data. This decides which transient stage counts.
+        bits: the codes to compare with float32; 32 for none.
 
     >>> from rumor.cost import Measured
     >>> seen = Measured(0.278, {"one-peer-exponential": 0.150})  # the paper's ResNet-50
@@ -69,28 +84,35 @@ def recommend(
     if n == 1:
         seconds = predict(n, workload, network)[0].seconds
         return Recommendation("Parallel SGD", None, 1, seconds, "rumor.parallel_sgd(1)", "there is only one node")
-    compared = _compare(n, workload, network, H, min(LONGEST, max_period or LONGEST), iid)
-    if compared.parallel.seconds <= (1 + WORTH_IT) * compared.best.seconds or compared.H == 1:  # Gossip-PGA with H = 1 is Parallel SGD
-        call, seconds = f"rumor.parallel_sgd({n})", min(compared.parallel.seconds, compared.best.seconds)
-        return Recommendation("Parallel SGD", None, 1, seconds, call, why_parallel(compared), notes(compared))
-    call = f"rumor.gossip_pga(rumor.{kind(compared.topology).replace('-', '_')}({n}), H={compared.H})"
-    return Recommendation(
-        "Gossip-PGA", kind(compared.topology), compared.H, compared.best.seconds, call, why_gossip_pga(compared), notes(compared)
+    longest = min(LONGEST, max_period or LONGEST)
+    compared = _compare(Times(n, workload, network), H, longest, iid)
+    if (with_codes := times_with(n, workload, network, bits)) is not None:
+        coded = _compare(with_codes, H, longest, iid, plain=compared)
+        if min(coded.best.seconds, coded.parallel.seconds) * (1 + WORTH_IT) <= min(compared.best.seconds, compared.parallel.seconds):
+            compared = coded
+    with_bits = "" if compared.bits == 32 else f", bits={compared.bits}"
+    if takes_parallel(compared):
+        call, seconds = f"rumor.parallel_sgd({n}{with_bits})", min(compared.parallel.seconds, compared.best.seconds)
+        return Recommendation("Parallel SGD", None, 1, seconds, call, why_parallel(compared), notes(compared), compared.bits)
+    call = f"rumor.gossip_pga(rumor.{kind(compared.topology).replace('-', '_')}({n}), H={compared.H}{with_bits})"
+    name, reason, seconds = kind(compared.topology), why_gossip_pga(compared), compared.best.seconds
+    return Recommendation("Gossip-PGA", name, compared.H, seconds, call, reason, notes(compared), compared.bits)
+
+
+def _compare(times: Times, given: int | None, longest: int, iid: bool, plain: Comparison | None = None) -> Comparison:
+    """Finds the best Gossip-PGA (rules 2 and 3), and the methods to compare it with."""
+    n, compute = times.n, times.workload.compute
+    gossip = {topology: times.gossip(topology)[0] for topology in (build(n) for build in TOPOLOGIES.values())}
+    fastest = compute + min(gossip.values())
+    candidates: list[tuple[Topology, Prediction]] = []
+    for topology, seconds in gossip.items():
+        if compute + seconds <= (1 + TIE) * fastest:
+            H = given or min(longest, period_for(compute, seconds, times.mean))
+            candidates.append((topology, times.row("Gossip-PGA", gossip_pga(topology, H), H)))
+    shortest = min(best.stage(iid) for _, best in candidates)
+    topology, best = min((pair for pair in candidates if pair[1].stage(iid) <= SAME_ORDER * shortest), key=lambda pair: pair[1].bytes)
+    local = times.row("Local SGD", local_sgd(n, best.H), best.H)
+    step = compute + gossip[topology]
+    return Comparison(
+        times.workload, times.network, topology, best, times.parallel(), local, step, fastest, times.mean, longest, iid, times.bits, plain
     )
-
-
-def _compare(n: int, workload: Workload, network: Network, given: int | None, longest: int, iid: bool) -> Comparison:
-    """Finds the best Gossip-PGA (rules 2 and 3) and the methods to compare it with."""
-    rows, mean = predict(n, workload, network), network.all_reduce(n, workload.summed_bytes)
-    gossip = {row.topology: row.seconds for row in rows if row.method == "Gossip SGD" and row.topology}
-    candidates: list[tuple[Prediction, Prediction]] = []  # Gossip-PGA, and Local SGD of the same period
-    for name, seconds in gossip.items():
-        if seconds <= (1 + TIE) * min(gossip.values()):
-            H = given or min(longest, period_for(workload.compute, seconds - workload.compute, mean))
-            _, local, _, best, *_ = predict(n, workload, network, H=H, topologies=[TOPOLOGIES[name](n)])
-            candidates.append((best, local))
-    shortest = min(best.stage(iid) for best, _ in candidates)
-    best, local = min((pair for pair in candidates if pair[0].stage(iid) <= SAME_ORDER * shortest), key=lambda pair: pair[0].bytes)
-    topology = TOPOLOGIES[str(best.topology)](n)
-    step = gossip[str(best.topology)]
-    return Comparison(workload, network, topology, best, rows[0], local, step, min(gossip.values()), mean, longest, iid)

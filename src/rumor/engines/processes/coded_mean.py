@@ -29,6 +29,7 @@ class Shares:
         inbox: messages with each node's codes of this node's share; its own is the one in `out`.
         means: messages with each owner's code of the mean.
         tags: of the two exchanges.
+        bytes_sent: bytes that this node sends in one average.
     """
 
     def __init__(self, transport: Transport, sizes: Sequence[int], bits: int, pinned: bool, device: torch.device):
@@ -43,6 +44,8 @@ class Shares:
         self.out = [message(length) for length in lengths]
         self.means = [message(length) for length in lengths]
         self.inbox = [self.out[i] if i == transport.rank else message(lengths[transport.rank]) for i in range(transport.n)]
+        to_others = [message for i, message in enumerate(self.out) if i != transport.rank]
+        self.bytes_sent = sum(message.whole.nbytes for message in to_others) + len(to_others) * self.means[transport.rank].whole.nbytes
 
     def parts(self, owner: int, message: Message) -> Iterator[tuple[Owned, Tensor]]:
         """Yield what `owner` owns of each bucket, and the place of its code in `message`."""
@@ -171,7 +174,6 @@ class CodedMean:
         expected = [(inbox[node].whole, peer) for node, peer in peers]
         self.works += transport.call(lambda: transport.exchange(outbox, expected, tag), self.doing)
         transport.track(tag, self.works, self.shares)
-        transport.metrics.bytes_sent += sum(tensor.nbytes for tensor, _ in outbox)
 
     def _wait(self, tag: int) -> None:
         self.transport.wait(self.works, self.doing, tag=tag)

@@ -117,6 +117,7 @@ class ProcessGroup:
         raises = self.local is None
         total = CodedMean(self.transport, self.alarm, self._shares[key], channels, left_out, k, doing, scalars, self._scratch, raises)
         total.post()
+        self.metrics.bytes_sent += self._shares[key].bytes_sent
         return [CodedBucketMean(total, place) for place in range(len(channels))]
 
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
