@@ -2,6 +2,7 @@
 
     sudo python benchmarks/network.py exchange       # one gossip step and one global average, compared with bytes / rate
     sudo python benchmarks/network.py step           # a training step: DDP at its best, Gossip, Gossip-PGA, without and with overlap
+    sudo python benchmarks/network.py resnet         # the same for ResNet-50
     sudo python benchmarks/network.py growth         # the same for 2, 4, 8 and 16 hosts
     sudo python benchmarks/network.py trace          # the work of a host and its link during a few steps
     sudo python benchmarks/network.py peers          # a training step of other libraries and of Rumor
@@ -27,7 +28,7 @@ from limits import bytes_per_second, copies_sent, shortest_step
 from measure import save
 
 HERE = Path(__file__).parent
-PARAMETERS = 1_863_690  # of examples/model_to_plan.py
+PARAMETERS, RESNET_PARAMETERS = 1_863_690, 25_557_032  # of examples/model_to_plan.py, and of ResNet-50
 H = 6
 RATES = ("200mbit", "500mbit", "1gbit")
 PEER_RATES = ("100mbit", "200mbit", "500mbit", "1gbit", LOOPBACK)
@@ -79,7 +80,18 @@ def step(hosts: int, rates: list[str], repeats: int, congestion: str) -> dict[st
     return {"machine": found["machine"], "bed": bed.name, "parameters": PARAMETERS, "H": H, "rows": rows}
 
 
-def _steps(rate: str, hosts: int, seconds: dict[str, Any]) -> list[dict[str, Any]]:
+def resnet(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
+    """Times a step of ResNet-50: few images, so that two cores can compute for all hosts."""
+    rows = []
+    with Bed(hosts, rates[0]) as bed:
+        for rate in rates_of(bed, rates):
+            without = ("lazy", "crude", "Gossip, ", "bucket_cap_mb=1")
+            found = on_all_hosts(bed, 1800, "step", "--model", "resnet50", "--repeats", str(repeats), "--without", *without)
+            rows += _steps(rate, hosts, found["seconds"], RESNET_PARAMETERS)
+    return {"machine": found["machine"], "bed": bed.name, "parameters": RESNET_PARAMETERS, "H": H, "rows": rows}
+
+
+def _steps(rate: str, hosts: int, seconds: dict[str, Any], parameters: int = PARAMETERS) -> list[dict[str, Any]]:
     """Compares each contestant with max(computing, bytes / rate), and with DDP at its best bucket size."""
     compute, is_link = seconds["computing alone"]["median"], bytes_per_second(rate) < math.inf
     ddp = min(spread["median"] for name, spread in seconds.items() if name.startswith("DDP, bucket"))
@@ -87,7 +99,7 @@ def _steps(rate: str, hosts: int, seconds: dict[str, Any]) -> list[dict[str, Any
     for name, spread in seconds.items():
         row = {"rate": rate, "hosts": hosts, "what": name, **spread, "times_as_fast_as_ddp": ddp / spread["median"]}
         if is_link:
-            row["limit"] = shortest_step(name, hosts, H, 4 * PARAMETERS, rate, compute)
+            row["limit"] = shortest_step(name, hosts, H, 4 * parameters, rate, compute)
             row["ratio"] = spread["median"] / row["limit"]
             row["ceiling"] = ddp / row["limit"]  # the largest possible speed-up over DDP
         rows.append(row)
@@ -139,7 +151,7 @@ def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("exchange", "step", "growth", "loopback", "peers", "trace"), help="what to measure")
+    parser.add_argument("what", choices=("exchange", "step", "resnet", "growth", "loopback", "peers", "trace"), help="what to measure")
     parser.add_argument("--hosts", type=int, default=4, help="number of hosts")
     parser.add_argument("--rates", nargs="+", help="rates of the links in tc's notation, or loopback")
     parser.add_argument("--congestion", default=CONGESTION, help="TCP congestion control, for step")
@@ -155,6 +167,8 @@ def main() -> None:
         results = exchange(options.hosts, options.rates or list(RATES), options.repeats)
     elif options.what == "step":
         results = step(options.hosts, options.rates or ["500mbit", "1gbit"], options.repeats, options.congestion)
+    elif options.what == "resnet":
+        results = resnet(options.hosts, options.rates or ["500mbit"], options.repeats)
     elif options.what == "loopback":
         results = loopback(options.hosts, options.repeats)
     elif options.what == "trace":

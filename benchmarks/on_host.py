@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rumor
 from contestants import consensus, ours, take_turns
 from measure import machine, save
-from peers import peers
+from peers import peers, send_bf16
 from trace_steps import trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -61,7 +61,7 @@ def _flat_model(size: int) -> nn.Module:
 
 def build_resnet() -> tuple[nn.Module, Callable[..., None]]:
     """Builds ResNet-50 and a training step on a few small images: many tensors, and little computing for their size."""
-    model = resnet50(10)
+    model = resnet50(1000)
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     x, y = torch.randn(4, 3, 32, 32), torch.randint(10, (4,))
 
@@ -76,13 +76,18 @@ def build_resnet() -> tuple[nn.Module, Callable[..., None]]:
 BUILDS = {"mlp": build, "resnet50": build_resnet}
 
 
-def with_ddp(build: Build, hook_bits: int | None = None, **options: Any) -> Step:
-    """Builds a training step with DDP, and with Rumor's hook if `hook_bits` is given."""
+def with_ddp(build: Build, register_hook: Callable[[DistributedDataParallel], None] | None = None, **options: Any) -> Step:
+    """Builds a training step with DDP, and with a hook if one is given."""
     model, train = build()
     ddp = DistributedDataParallel(model, **options)
-    if hook_bits is not None:
-        ddp.register_comm_hook(rumor.ddp_hook_state(bits=hook_bits), rumor.ddp_hook)
+    if register_hook is not None:
+        register_hook(ddp)
     return lambda: train(ddp)
+
+
+def send_4_bits(ddp: DistributedDataParallel) -> None:
+    """Registers Rumor's hook."""
+    ddp.register_comm_hook(rumor.ddp_hook_state(bits=4), rumor.ddp_hook)
 
 
 def with_averager(build: Build, algorithm: rumor.GossipPGA, lazy: bool = False) -> Step:
@@ -127,7 +132,8 @@ def step(repeats: int, build: Build, without: list[str]) -> dict[str, Any]:
     contestants: dict[str, Step] = {"computing alone": build()[1]}
     for size in BUCKETS_MB:
         contestants[f"DDP, bucket_cap_mb={size}"] = with_ddp(build, bucket_cap_mb=size)
-    contestants["DDP, 4 bits"] = with_ddp(build, hook_bits=4, bucket_cap_mb=4)
+    contestants["DDP, bf16 hook"] = with_ddp(build, send_bf16, bucket_cap_mb=4)
+    contestants["DDP, 4 bits"] = with_ddp(build, send_4_bits, bucket_cap_mb=4)
     for name, algorithm in {"Gossip": rumor.gossip_sgd, "Gossip-PGA": partial(rumor.gossip_pga, H=H)}.items():
         contestants[f"{name}, delay=0"] = with_averager(build, algorithm(graph))
         contestants[f"{name}, delay=0, lazy"] = with_averager(build, algorithm(graph), lazy=True)

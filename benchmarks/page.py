@@ -159,7 +159,7 @@ def filled_in(text: str) -> str:
             return soak(json.loads((RESULTS / "soak.json").read_text()))
         if name.startswith("gpu-"):
             return {"mixing": mixing, "host": host}[name.removeprefix("gpu-")](json.loads((RESULTS / "gpu.json").read_text()))
-        of_network = {"exchange": exchange, "step": step, "loopback": loopback, "growth": growth, "peers": peers}
+        of_network = {"exchange": exchange, "step": step, "resnet": step, "loopback": loopback, "growth": growth, "peers": peers}
         return of_network[name](results_of(name))
 
     def make_if_measured(name: str) -> str:

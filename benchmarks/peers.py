@@ -23,11 +23,17 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
 
 from contestants import Build, Contestant, InDDP
 
 OUTER_LR, OUTER_MOMENTUM = 0.7, 0.9  # DiLoCo's own (Douillard et al., 2023)
 SLOW_MOMENTUM = 0.5  # fairscale's default, and Rumor's
+
+
+def send_bf16(ddp: DistributedDataParallel) -> None:
+    """Registers torch's hook. DDP recognizes it by its name and rejects it without NCCL, but it works with gloo. So wrap it."""
+    ddp.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
 
 
 class WithBf16(InDDP):
@@ -36,8 +42,7 @@ class WithBf16(InDDP):
     def __init__(self, build: Build, bucket_cap_mb: float = 4, **options: float):
         super().__init__(build, bucket_cap_mb, **options)
         self.description = f"torch: gradients sent as bfloat16, bucket_cap_mb={bucket_cap_mb:g}; DDP's check for NCCL is bypassed"
-        # DDP recognizes the hook by its name and rejects it without NCCL, but it works with gloo. So wrap it.
-        self.ddp.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
+        send_bf16(self.ddp)
 
 
 class WithPowerSGD(InDDP):

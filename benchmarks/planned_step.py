@@ -1,6 +1,6 @@
 """Checks a plan: times whole training steps of examples/model_to_plan.py on the network of the plan.
 
-It compares computing alone, DDP, and Gossip-PGA on the one-peer exponential graph without and with overlap, in turns.
+It compares computing alone, DDP, and Gossip-PGA on the one-peer exponential graph: in float32 without and with overlap, and with 4 bits.
 
     torchrun ... benchmarks/planned_step.py --H 4 --out FILE.json          # on every node, started as `rumor probe` was
 """
@@ -23,7 +23,8 @@ def contestants(n: int, H: int) -> dict[str, Step]:
     """Builds a training step for each contestant, each with its own model."""
     peers = rumor.one_peer_exponential(n)
     averaged = {f"Gossip-PGA, delay={delay}": with_averager(build, rumor.gossip_pga(peers, H, delay=delay)) for delay in (0, 1)}
-    return {"computing alone": build()[1], "DDP": with_ddp(build), **averaged}
+    coded = with_averager(build, rumor.gossip_pga(peers, H, bits=4))
+    return {"computing alone": build()[1], "DDP": with_ddp(build), **averaged, "Gossip-PGA, 4 bits": coded}
 
 
 def main() -> None:
