@@ -35,6 +35,11 @@ PEER_RATES = ("100mbit", "200mbit", "500mbit", "1gbit", LOOPBACK)
 SLOW = "500mbit"  # on slower links than this, some contestants of `peers` are left out to save hours:
 LEFT_OUT_ON_SLOW_LINKS = ("bucket_cap_mb=1", "delay=1", "OSGP", "SlowMo", "SGP", "Gossip SGD")
 
+LEFT_OUT_OF_RESNET = (  # to save memory: four hosts share one machine
+    *("bucket_cap_mb=1", "bucket_cap_mb=4", "Gossip, ", "Gossip-PGA, delay=0", "Gossip-PGA, 8 bits", "4 bits, delay=1"),
+    *("Parallel SGD", "lazy", "crude"),
+)
+
 
 def on_all_hosts(bed: Bed, timeout: float, *arguments: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
@@ -85,8 +90,7 @@ def resnet(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
     rows = []
     with Bed(hosts, rates[0]) as bed:
         for rate in rates_of(bed, rates):
-            without = ("lazy", "crude", "Gossip, ", "bucket_cap_mb=1")
-            found = on_all_hosts(bed, 1800, "step", "--model", "resnet50", "--repeats", str(repeats), "--without", *without)
+            found = on_all_hosts(bed, 1800, "step", "--model", "resnet50", "--repeats", str(repeats), "--without", *LEFT_OUT_OF_RESNET)
             rows += _steps(rate, hosts, found["seconds"], RESNET_PARAMETERS)
     return {"machine": found["machine"], "bed": bed.name, "parameters": RESNET_PARAMETERS, "H": H, "rows": rows}
 

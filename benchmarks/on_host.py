@@ -129,21 +129,21 @@ def step(repeats: int, build: Build, without: list[str]) -> dict[str, Any]:
     """Times a whole training step of each contestant."""
     n = dist.get_world_size()
     graph = rumor.one_peer_exponential(n)
-    contestants: dict[str, Step] = {"computing alone": build()[1]}
+    makers: dict[str, Callable[[], Step]] = {"computing alone": lambda: build()[1]}
     for size in BUCKETS_MB:
-        contestants[f"DDP, bucket_cap_mb={size}"] = with_ddp(build, bucket_cap_mb=size)
-    contestants["DDP, bf16 hook"] = with_ddp(build, send_bf16, bucket_cap_mb=4)
-    contestants["DDP, 4 bits"] = with_ddp(build, send_4_bits, bucket_cap_mb=4)
+        makers[f"DDP, bucket_cap_mb={size}"] = partial(with_ddp, build, bucket_cap_mb=size)
+    makers["DDP, bf16 hook"] = partial(with_ddp, build, send_bf16, bucket_cap_mb=4)
+    makers["DDP, 4 bits"] = partial(with_ddp, build, send_4_bits, bucket_cap_mb=4)
     for name, algorithm in {"Gossip": rumor.gossip_sgd, "Gossip-PGA": partial(rumor.gossip_pga, H=H)}.items():
-        contestants[f"{name}, delay=0"] = with_averager(build, algorithm(graph))
-        contestants[f"{name}, delay=0, lazy"] = with_averager(build, algorithm(graph), lazy=True)
-        contestants[f"{name}, delay=1"] = with_averager(build, algorithm(graph, delay=1))
+        makers[f"{name}, delay=0"] = partial(with_averager, build, algorithm(graph))
+        makers[f"{name}, delay=0, lazy"] = partial(with_averager, build, algorithm(graph), lazy=True)
+        makers[f"{name}, delay=1"] = partial(with_averager, build, algorithm(graph, delay=1))
     for bits in (8, 4):
-        contestants[f"Gossip-PGA, {bits} bits"] = with_averager(build, rumor.gossip_pga(graph, H, bits=bits))
-    contestants["Gossip-PGA, 4 bits, delay=1"] = with_averager(build, rumor.gossip_pga(graph, H, bits=4, delay=1))
-    contestants["Parallel SGD, 4 bits"] = with_averager(build, rumor.parallel_sgd(n, bits=4))
-    contestants["Gossip-PGA, crude"] = crude(build, n)
-    return take_turns(_chosen(contestants, without), TURN, repeats, H)
+        makers[f"Gossip-PGA, {bits} bits"] = partial(with_averager, build, rumor.gossip_pga(graph, H, bits=bits))
+    makers["Gossip-PGA, 4 bits, delay=1"] = partial(with_averager, build, rumor.gossip_pga(graph, H, bits=4, delay=1))
+    makers["Parallel SGD, 4 bits"] = partial(with_averager, build, rumor.parallel_sgd(n, bits=4))
+    makers["Gossip-PGA, crude"] = partial(crude, build, n)
+    return take_turns({name: make() for name, make in _chosen(makers, without).items()}, TURN, repeats, H)
 
 
 def _chosen(contestants: dict[str, T], without: list[str]) -> dict[str, T]:

@@ -201,6 +201,35 @@ def codes_on_the_gpu_are_those_of_the_cpu() -> None:
     print(f"    32 x 2 M numbers: copy {copy * 1e6:.0f} us, " + ", ".join(f"{b} bits {t * 1e6:.0f} us" for b, t in times.items()))
 
 
+def one_rank_with_the_hook(rank: int) -> list[torch.Tensor]:
+    """The model after some steps of DDP with gradients of 4 bits, on the CPU and on the GPU."""
+    found = []
+    for device in ("cpu", "cuda"):
+        ddp = nn.parallel.DistributedDataParallel(network().to(device), bucket_cap_mb=1e-4)  # several buckets
+        ddp.register_comm_hook(rumor.ddp_hook_state(bits=4), rumor.ddp_hook)
+        opt = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+        x, y = (part.to(device) for part in data(30))
+        for k in range(30):
+            loss_fn(ddp, x[k, rank], y[k, rank]).backward()
+            opt.step()
+            opt.zero_grad()
+        found.append(flat(ddp).cpu())
+    return found
+
+
+def the_hook_of_ddp_on_the_gpu_equals_the_cpu() -> None:
+    cluster = Cluster(N)
+    try:
+        results = cluster.run(one_rank_with_the_hook)
+    finally:
+        cluster.stop()
+    for on_cpu, on_gpu in results:
+        assert torch.equal(on_gpu, results[0][1]), "all ranks take the same steps"
+        difference = (on_cpu - on_gpu).abs().max().item()
+        assert difference < 1e-6, difference
+    print(f"    {difference:.1e}")
+
+
 def stacked_gossip_on_the_gpu() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for topology in (rumor.ring(64), rumor.one_peer_exponential(50), rumor.exponential(33)):
@@ -373,6 +402,7 @@ def main() -> None:
         simulator_on_the_gpu_equals_the_cpu,
         one_fused_pass_equals_several,
         codes_on_the_gpu_are_those_of_the_cpu,
+        the_hook_of_ddp_on_the_gpu_equals_the_cpu,
         stacked_gossip_on_the_gpu,
         processes_that_share_the_gpu_equal_the_simulator,
         nodes_of_two_that_share_the_gpu_equal_the_simulator,
