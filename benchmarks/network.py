@@ -32,9 +32,8 @@ PARAMETERS, RESNET_PARAMETERS = 1_863_690, 25_557_032  # of examples/model_to_pl
 H = 6
 RATES = ("200mbit", "500mbit", "1gbit")
 PEER_RATES = ("100mbit", "200mbit", "500mbit", "1gbit", LOOPBACK)
-SLOW = "500mbit"  # on slower links than this, some contestants of `peers` are left out to save hours:
+SLOW = "500mbit"  # on slower links than this, some contestants of `peers` are left out to save time:
 LEFT_OUT_ON_SLOW_LINKS = ("bucket_cap_mb=1", "delay=1", "OSGP", "SlowMo", "SGP", "Gossip SGD")
-
 LEFT_OUT_OF_RESNET = (  # to save memory: four hosts share one machine
     *("bucket_cap_mb=1", "bucket_cap_mb=4", "Gossip, ", "Gossip-PGA, delay=0", "Gossip-PGA, 8 bits", "4 bits, delay=1"),
     *("Parallel SGD", "lazy", "crude"),

@@ -42,6 +42,13 @@ class _Memory:
         self.shares = Shares(transport, [len(gradient)], bits, from_host, device)
 
 
+class _OfThread(threading.local):
+    """What each thread has of its own: buckets that are averaged at the same time must not share memory."""
+
+    def __init__(self) -> None:
+        self.scratch = Scratch()
+
+
 class DDPHookState:
     """The state of `ddp_hook`. Build it with `ddp_hook_state`, on every rank.
 
@@ -57,7 +64,7 @@ class DDPHookState:
         handshake.agree(self._transport, {"number of bits of the hook": str(bits), "version of rumor": VERSION})
         self._memories: dict[tuple[int, ...], _Memory] = {}
         self._loaded: dict[int, Tensor] = {}  # by the id of a parameter
-        self._of_thread = threading.local()
+        self._of_thread = _OfThread()
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="rumor-ddp")
         self._rounds = 0
 
@@ -89,8 +96,6 @@ class DDPHookState:
         flag = is_bad.to(torch.float64).reshape(1)
         transport = self._transport
         alarm = Alarm(transport.n) if transport.sends_from_host else DeviceAlarm(transport.n, transport.device)
-        if not hasattr(self._of_thread, "scratch"):
-            self._of_thread.scratch = Scratch()
         total = CodedMean(transport, alarm, memory.shares, [Buffer(own)], [memory.left_out], k, DOING, flag, self._of_thread.scratch)
         total.post()
         if float(total.arrive()) > 0:

@@ -16,7 +16,7 @@ from rumor.schedule import check_whole
 from rumor.topology import Topology, exponential, grid, one_peer_exponential, ring, torus
 
 TOPOLOGIES = {"one-peer-exponential": one_peer_exponential, "ring": ring, "grid": grid, "torus": torus, "exponential": exponential}
-CODING = 3e-9  # seconds to encode, decode and mix a number, measured on one core (docs/performance.md); a GPU takes far less
+CODING = 3e-9  # seconds to encode, decode and mix a number: a guess, between the probes of docs/planning.md (1 and 9 ns, CPUs)
 
 
 def check_number(name: str, value: float, unit: str, zero: bool = False) -> None:
