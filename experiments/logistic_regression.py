@@ -35,6 +35,7 @@ from logistic.figures import Curve, Panel, Setting
 from logistic.problem import Problem, from_libsvm, synthetic
 from logistic.run import STEPS, run
 from logistic.store import Store
+from rumor.checkpoint.files import remove_unfinished
 
 FILES = {"a9a": "a9a.txt.xz", "w8a": "w8a.xz"}
 L2 = 0.01  # for real data, where some features occur with one label only: without it there is no minimum
@@ -153,10 +154,10 @@ def compute(work: list[Job], options: argparse.Namespace) -> None:
                 bar.set_description(str(job.setting))
                 job.run(options.device, lambda steps, size=job.size: bar.update(steps * size))  # type: ignore[misc]
             return
-        _compute_in_parallel(work, options.jobs, bar)
+        _compute_in_parallel(work, options, bar)
 
 
-def _compute_in_parallel(work: list[Job], workers: int, bar: tqdm) -> None:
+def _compute_in_parallel(work: list[Job], options: argparse.Namespace, bar: tqdm) -> None:
     # Fork if possible: a new interpreter would spend more time on imports than on a figure.
     start = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(start)
@@ -164,7 +165,7 @@ def _compute_in_parallel(work: list[Job], workers: int, bar: tqdm) -> None:
     # The handler only sets a flag, which the loop below checks. An exception raised by the handler could be lost in clean-up code.
     interrupted = threading.Event()
     before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
-    with ProcessPoolExecutor(min(workers, len(work)), context, _start_worker, (done,)) as pool:
+    with ProcessPoolExecutor(min(options.jobs, len(work)), context, _start_worker, (done,)) as pool:
         running: set[Future[None]] = {pool.submit(_work, job) for job in work}
         try:
             while running:
@@ -178,6 +179,8 @@ def _compute_in_parallel(work: list[Job], workers: int, bar: tqdm) -> None:
         except BaseException:
             for worker in multiprocessing.active_children():
                 worker.terminate()  # its current run is lost, finished runs are on disk
+                worker.join()
+                remove_unfinished(options.out / "runs", worker.pid)
             raise
         finally:
             signal.signal(signal.SIGINT, before)

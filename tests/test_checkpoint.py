@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import rumor
 import rumor.checkpoint.checkpoint
+from rumor.checkpoint import files
 from tests.cluster import Cluster
 from tests.problems import ALGORITHMS, N, flat
 
@@ -401,3 +402,15 @@ def test_with_fewer_nodes_complex_numbers_and_masks_are_kept(four: Cluster, thre
         assert amplitude == [pytest.approx(complex(5 / 3, 10 / 3))] * 2  # the mean of nodes 0, 2 and 3
         assert mask == [-torch.inf] * 2
         assert seen == [pytest.approx(5 / 3)] * 2
+
+
+def test_what_a_killed_process_had_not_finished_writing_can_be_removed(tmp_path: Path):
+    (tmp_path / "done").write_text("1")
+    if (pid := os.fork()) == 0:
+        with files.replacing(tmp_path / "half") as aside:
+            aside.write_text("2")
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert len(list(tmp_path.iterdir())) == 2
+    files.remove_unfinished(tmp_path, pid)
+    assert [path.name for path in tmp_path.iterdir()] == ["done"]

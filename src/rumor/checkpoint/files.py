@@ -27,7 +27,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     'n,beta'
     """
     target = Path(path)
-    aside = target.with_name(f".{os.getpid()}.{target.name}")
+    aside = target.with_name(_aside(os.getpid(), target.name))
     try:
         yield aside
         _to_disk(aside)
@@ -35,6 +35,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         _to_disk(target.parent)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def remove_unfinished(folder: Path, pid: int) -> None:
+    """Remove what process `pid`, which was killed, had not finished writing in `folder`."""
+    for path in folder.glob(_aside(pid, "*")):
+        path.unlink(missing_ok=True)
+
+
+def _aside(pid: int, name: str) -> str:
+    return f".{pid}.{name}"
 
 
 def load_tensors(path: Path) -> Any:
