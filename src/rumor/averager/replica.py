@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rumor.engines.codes import BLOCK
 from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.methods.algorithm import Algorithm, Step
 from rumor.methods.runner import Runner
-from rumor.model.buckets import ALIGNED, FlatBuckets
+from rumor.model.buckets import FlatBuckets
 from rumor.model.checks import trained_and_frozen
 from rumor.model.tensors import as_real, is_averaged, ordinary_tensors
 from rumor.model.tracked import TrackedTensors
@@ -47,8 +46,7 @@ class Replica:
         with ordinary_tensors():
             node.broadcast([*self.model.parameters(), *self.model.buffers()])
             self._shard, self._buffer_shard = node.shard(self._trained.tensors()), node.shard(self._buffers.tensors())
-            # with codes, all blocks but the last are whole, so that they are the same however a model is cut into buckets
-            self.buckets = FlatBuckets(self._shard.mine, engine.allocate, ALIGNED if algorithm.bits == 32 else BLOCK)
+            self.buckets = FlatBuckets(self._shard.mine, engine.allocate, algorithm.bits)
             self._buffer_buckets = FlatBuckets(self._buffer_shard.mine, engine.allocate)
             self.runner = Runner(algorithm, engine, self.buckets, self._buffer_buckets)
 

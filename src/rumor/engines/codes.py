@@ -58,14 +58,14 @@ class Code(ABC):
 
     def encode(self, x: Tensor, out: Tensor) -> Tensor:
         """Encode `x` [d] into the bytes `out`. Returns a number that is finite only if all of `x` is."""
-        parts, size = self.pack(_as_blocks(x))
-        for place, part in zip(self._places(out), parts, strict=True):
+        parts, size = self.pack(as_blocks(x))
+        for place, part in zip(self.places(out), parts, strict=True):
             place.copy_(part)
         return size
 
     def decode(self, code: Tensor, out: Tensor) -> Tensor:
         """Decode into `out` [d], of any float dtype."""
-        return out.copy_(self.unpack(tuple(self._places(code))).view(-1)[: out.numel()])
+        return out.copy_(self.unpack(tuple(self.places(code))).view(-1)[: out.numel()])
 
     def weighted_sum(self, codes: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
         """Return sum_j weights_j decode(codes_j), with the shape and the dtype of `like` [d]."""
@@ -79,9 +79,9 @@ class Code(ABC):
         if (kernels := _triton(x.device)) is not None and x.is_contiguous():
             kernels.round_trip(x, self.bits)
             return x
-        return x.copy_(self.unpack(self.pack(_as_blocks(x))[0]).view(*x.shape[:-1], -1)[..., : x.shape[-1]])
+        return x.copy_(self.unpack(self.pack(as_blocks(x))[0]).view(*x.shape[:-1], -1)[..., : x.shape[-1]])
 
-    def _places(self, code: Tensor) -> Sequence[Tensor]:
+    def places(self, code: Tensor) -> Sequence[Tensor]:
         """Return where the parts are in a message."""
         count, at, places = code.numel() // sum(self.widths), 0, []
         for width in self.widths:
@@ -131,7 +131,7 @@ class Levels8(Code):
     def weighted_sum(self, codes: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
         if like.device.type != "cpu" or like.dtype != torch.float32:
             return super().weighted_sum(codes, weights, like)
-        rows = [self._places(code)[0] for code in codes]
+        rows = [self.places(code)[0] for code in codes]
         scales = torch.tensor(weights, dtype=torch.float32).repeat(len(rows[0]))
         return _sum_rows(torch.ops.quantized.embedding_bag_byte_rowwise_offsets, rows, scales).view(-1)[: len(like)]
 
@@ -159,7 +159,7 @@ class Levels4(Code):
     def weighted_sum(self, codes: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
         if like.device.type != "cpu" or like.dtype != torch.float32:
             return super().weighted_sum(codes, weights, like)
-        places = [self._places(code) for code in codes]
+        places = [self.places(code) for code in codes]
         scales = _power(torch.cat([exponents for _, exponents in places], dim=1).int()).mul_(torch.tensor(weights, dtype=torch.float32))
         summed = _sum_rows(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets, [code for code, _ in places], scales)
         return summed.view(-1)[: len(like)]
@@ -179,6 +179,11 @@ class Owned(NamedTuple):
     bucket: int
     start: int
     end: int
+
+    @property
+    def blocks(self) -> slice:
+        """Which blocks of the bucket these are."""
+        return slice(self.start // BLOCK, blocks_of(self.end))
 
 
 def owned_by_each(sizes: Sequence[int], n: int) -> list[list[Owned]]:
@@ -213,7 +218,7 @@ def _bags(count: int, blocks: int) -> tuple[Tensor, Tensor]:
     return rows.flatten(), torch.arange(0, count * blocks, count, dtype=torch.int32)
 
 
-def _as_blocks(x: Tensor) -> Tensor:
+def as_blocks(x: Tensor) -> Tensor:
     """Return the numbers of x [..., d] in float32 as blocks [N, 256]; each row ends with a block of its own, filled up with zeros."""
     missing = -x.shape[-1] % BLOCK
     if missing:

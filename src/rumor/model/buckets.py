@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rumor.engines import Buffer, Lerp
+from rumor.engines.codes import BLOCK
 from rumor.engines.engine import FiniteCheck, accumulator, sum_of_squares
 from rumor.model.tensors import as_real
 
-ALIGNED = 16  # elements: buckets are cut at multiples of it, so that GPUs can load several at a time
+ALIGNED = 16  # elements: buckets are cut at multiples of it, so that GPUs can load several at a time; with codes, at whole blocks
 PIECES = 4  # messages posted at once keep both directions of a link busy ...
 BUCKET_BYTES = 2**22  # ... and a bucket should stay in a CPU's cache from packing to sending, and from mixing to writing
-SMALLEST_BYTES = 2**18  # below this size, latency dominates a message ...
+SMALLEST_BYTES = 2**18  # below this size, as it is sent, latency dominates a message ...
 SMALLEST_BYTES_ON_GPU = 2**26  # ... and launching the kernel dominates a pass over a GPU's memory
 
 Allocate = Callable[[torch.Size, torch.dtype, torch.device], Buffer]
@@ -33,12 +34,13 @@ class FlatBuckets:
     Args:
         tensors: the tensors.
         allocate: makes the buffer that a bucket is packed into.
-        aligned: buckets are cut at multiples of so many elements.
+        bits: how many of them a number is sent with. Below 32, all blocks of codes but the last are whole, so that they are the same
+            however a model is cut into buckets.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], allocate: Allocate, aligned: int = ALIGNED):
-        self._aligned = aligned
-        self._buckets = [_Bucket(pieces, allocate) for pieces in _cut([as_real(t) for t in tensors], aligned)]
+    def __init__(self, tensors: Sequence[Tensor], allocate: Allocate, bits: int = 32):
+        self._bits = bits
+        self._buckets = [_Bucket(pieces, allocate) for pieces in _cut([as_real(t) for t in tensors], bits)]
         self.finite_check: FiniteCheck | None = sum_of_squares
 
     def __len__(self) -> int:
@@ -101,7 +103,7 @@ class FlatBuckets:
 
     def rebind(self, tensors: Sequence[Tensor]) -> None:
         """Use other tensors of the same shapes and dtypes from now on."""
-        cut = _cut([as_real(t) for t in tensors], self._aligned)
+        cut = _cut([as_real(t) for t in tensors], self._bits)
         if [[(p.shape, p.dtype) for p in pieces] for pieces in cut] != [[(p.shape, p.dtype) for p in b.pieces] for b in self._buckets]:
             raise RuntimeError("a buffer has changed its shape or dtype since the Averager was built: build the Averager after that")
         for bucket, pieces in zip(self._buckets, cut, strict=True):
@@ -145,12 +147,12 @@ def _one_pass(pieces: Sequence[Tensor]) -> OnePass | None:
     return TritonOnePass(pieces) if why_not(pieces[0].device, pieces[0].dtype) is None else None
 
 
-def _cut(tensors: Sequence[Tensor], aligned: int) -> list[list[Tensor]]:
+def _cut(tensors: Sequence[Tensor], bits: int) -> list[list[Tensor]]:
     """Cut tensors into buckets of one dtype and device, each filled to the limit. Contiguous tensors are split where a bucket ends."""
     buckets: list[list[Tensor]] = []
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind and t.numel()]
-        limit = _bucket_size(sum(t.numel() for t in alike), *kind, aligned)
+        limit = _bucket_size(sum(t.numel() for t in alike), *kind, bits)
         left = 0
         for t in alike:
             rest = t.view(-1) if t.is_contiguous() else t
@@ -164,9 +166,11 @@ def _cut(tensors: Sequence[Tensor], aligned: int) -> list[list[Tensor]]:
     return buckets
 
 
-def _bucket_size(total: int, dtype: torch.dtype, device: torch.device, aligned: int) -> int:
+def _bucket_size(total: int, dtype: torch.dtype, device: torch.device, bits: int) -> int:
     """Return the size of a bucket, in elements: neither too large for the cache nor so small that latency dominates."""
+    aligned = ALIGNED if bits == 32 else BLOCK
     share = -(-total // (PIECES * aligned)) * aligned
     if device.type == "cuda":
         return max(share, SMALLEST_BYTES_ON_GPU // dtype.itemsize)
-    return max(min(share, BUCKET_BYTES // dtype.itemsize), SMALLEST_BYTES // dtype.itemsize)
+    smallest = SMALLEST_BYTES // dtype.itemsize if bits == 32 else SMALLEST_BYTES * 8 // bits
+    return max(min(share, BUCKET_BYTES // dtype.itemsize), smallest)

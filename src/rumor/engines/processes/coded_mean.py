@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rumor.engines.codes import CODES, Owned, owned_by_each
-from rumor.engines.engine import NO_SCALARS, Buffer, Mixed, Pending
+from rumor.engines.codes import CODES, Owned, Parts, as_blocks, owned_by_each
+from rumor.engines.engine import NO_SCALARS, Buffer, Mixed, Pending, accumulator
 from rumor.engines.processes.alarm import Alarm
 from rumor.engines.processes.channel import Scratch
 from rumor.engines.processes.message import Message
@@ -93,10 +93,16 @@ class CodedMean:
 
     def post(self) -> None:
         """Send the codes of `xs` + `left_out` to the owners. What the codes leave out stays in `left_out`."""
-        for x, rest in zip(self.xs, self.left_out, strict=True):
-            rest.add_(x.tensor)
-        parts = [part for owner, message in enumerate(self.shares.out) for part in self.shares.parts(owner, message)]
-        sizes = [self._encode(self._rest(owned), code) for owned, code in parts]
+        sizes = []
+        for b, (x, rest) in enumerate(zip(self.xs, self.left_out, strict=True)):
+            parts, size = self.shares.code.pack(as_blocks(rest.add_(x.tensor)))
+            rest.sub_(self._unpack(parts, rest))
+            sizes.append(size)
+            for owner, message in enumerate(self.shares.out):
+                for owned, code in self.shares.parts(owner, message):
+                    if owned.bucket == b:
+                        for place, part in zip(self.shares.code.places(code), parts, strict=True):
+                            place.copy_(part[owned.blocks])
         size = torch.stack(sizes).amax()
         for message in self.shares.out:
             self.alarm.write(message, size, self.transport.rank, self.k)  # of the whole model: every owner must know
@@ -125,15 +131,16 @@ class CodedMean:
 
     def mean(self, place: int) -> Tensor:
         """Return the mean of one bucket, in shared memory. If some model was not finite, return this node's own."""
-        tensor = self.xs[place].tensor
-        found = self.scratch(tensor, "mean")
+        tensor, code = self.xs[place].tensor, self.shares.code
         if self._is_alarmed:
-            return found.copy_(tensor)
-        for owner, message in enumerate(self.shares.means):
-            for owned, code in self.shares.parts(owner, message):
-                if owned.bucket == place:
-                    self._decode(code, found[owned.start : owned.end])
-        return found
+            return self.scratch(tensor, "mean").copy_(tensor)
+        of_owners = [
+            code.places(part)
+            for owner, message in enumerate(self.shares.means)
+            for owned, part in self.shares.parts(owner, message)
+            if owned.bucket == place
+        ]
+        return self._unpack(tuple(torch.cat(rows).to(tensor.device) for rows in zip(*of_owners, strict=True)), tensor)
 
     def _average_share(self) -> None:
         """Average this node's share, and encode the mean. What its code leaves out counts n times: the next average divides it by n."""
@@ -151,17 +158,16 @@ class CodedMean:
             return NO_SCALARS
         return torch.stack([message.scalars(self.scalars.numel()).clone() for message in self.shares.inbox]).mean(dim=0)
 
-    def _encode(self, x: Tensor, code: Tensor) -> Tensor:
-        """Encode `x`, and leave in it what the code leaves out. Returns a number that is finite only if all of `x` was."""
-        on_device = code if code.device == x.device else torch.empty_like(code, device=x.device)
-        size = self.shares.code.encode(x, on_device)
-        x.sub_(self._decode(on_device, self.scratch(x, "sent")))
-        if on_device is not code:
-            code.copy_(on_device)
-        return size
+    def _encode(self, x: Tensor, code: Tensor) -> None:
+        """Encode `x` into `code`, and leave in `x` what the code leaves out."""
+        parts, _ = self.shares.code.pack(as_blocks(x))
+        x.sub_(self._unpack(parts, x))
+        for place, part in zip(self.shares.code.places(code), parts, strict=True):
+            place.copy_(part)
 
-    def _decode(self, code: Tensor, out: Tensor) -> Tensor:
-        return self.shares.code.decode(code.to(out.device), out)
+    def _unpack(self, parts: Parts, like: Tensor) -> Tensor:
+        """Decode as many numbers as `like` [d] has, in the dtype for sums."""
+        return self.shares.code.unpack(parts).view(-1)[: len(like)].to(accumulator(like.dtype))
 
     def _rest(self, owned: Owned) -> Tensor:
         """Return what was left out of these blocks."""
