@@ -35,7 +35,7 @@ def test_names() -> None:
         (rumor.cost.recommend, "n workload network H=None max_period=None iid=False bits=4"),
         (rumor.save, "folder averager position=None keep=2 others"),
         (rumor.load, "folder averager step=None others"),
-        (rumor.Averager, "model algorithm group=None local_group=None lazy=False rescue=None"),
+        (rumor.Averager, "model algorithm group=None local_group=None lazy=False rescue=None optimizer=None average_state=None"),
         (rumor.Averager.step, "self loss=None lr=None"),
         (rumor.Simulator, "model algorithm n=None vmap=True"),
         (rumor.Simulator.step, "self losses=None lr=None"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, vmap
+from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rumor.engines import PackedBuckets, Stacked, StackedBuckets
@@ -16,6 +16,8 @@ from rumor.methods.algorithm import Algorithm, Step, check_algorithm
 from rumor.methods.runner import Runner
 from rumor.metrics import Metrics
 from rumor.model.checks import trained_and_frozen
+from rumor.model.node_module import NodeModule
+from rumor.model.optimizer_state import AverageState, OptimizerState, check_average_state
 from rumor.model.tensors import as_real, is_averaged, is_sharded
 from rumor.topology import Topology
 
@@ -60,6 +62,8 @@ class Simulator:
         self._buffers = {name: _stack(buffer, n) for name, buffer in model.named_buffers()}
         self._trained = [leaf for leaf in self._leaves.values() if leaf.requires_grad]
         self._frozen = [leaf for leaf in self._leaves.values() if not leaf.requires_grad]
+        self._state: OptimizerState | None = None
+        self._average_state: AverageState | None = None
         self._first_bad = torch.full((n,), -1, device=self._trained[0].device)  # the step at which each node was first not finite, or -1
         self._start(algorithm)
 
@@ -68,12 +72,34 @@ class Simulator:
         self.engine = Stacked(self.n, self._trained[0].device)
         floats = [b for b in self._buffers.values() if is_averaged(b)]
         rows = [[as_real(t).view(self.n, -1) for t in tensors] for tensors in (self._trained, floats)]
-        model = StackedBuckets(rows[0]) if algorithm.bits == 32 else PackedBuckets(rows[0])
-        self._runner = Runner(algorithm, self.engine, model, StackedBuckets(rows[1]))
+        buckets = StackedBuckets if algorithm.bits == 32 else PackedBuckets
+        model, buffers = buckets(rows[0]), StackedBuckets(rows[1])
+        if self._state is None:
+            self._runner = Runner(algorithm, self.engine, model, buffers)
+        else:
+            self._state_buckets = buckets(self._state_rows(self._state))
+            gossips = self._average_state == "always"
+            self._runner = Runner(algorithm, self.engine, model, buffers, self._state_buckets, gossips, self._state.keep_valid)
         must_be_finite = self._runner.nodes.buffers.finite_check is not None
         self._checked_buffers = [row for row in rows[1] if row.numel()] if must_be_finite else []
         self._was_global = False  # whether the last round was
         self._first_bad.fill_(-1)
+
+    @torch.no_grad()
+    def average_state(self, optimizer: torch.optim.Optimizer, average_state: AverageState) -> None:
+        """Average the optimizer's state, too: at global rounds ("global"), or at every step ("always"). Call it before the first step.
+
+        It covers SGD's momentum and the moments of Adam, AdamW and the like. The learning rate, where a method needs it, is then read
+        from `optimizer` if `step` is not given it.
+        """
+        if self._runner.steps_begun:
+            raise RuntimeError(f"average_state() comes before the first step, and {self._runner.k} steps were taken: call restart() first")
+        check_average_state(self._runner.algorithm, optimizer, average_state)
+        self._state, self._average_state = OptimizerState(optimizer, self._trained), average_state
+        self._start(self._runner.algorithm)
+
+    def _state_rows(self, state: OptimizerState) -> list[Tensor]:
+        return [as_real(t).view(self.n, -1) for t in state.tensors()]
 
     @torch.no_grad()
     def restart(self, algorithm: Algorithm) -> None:
@@ -126,7 +152,7 @@ class Simulator:
 
         Batches should have one shape: with dynamic=False, the default here, each shape is compiled anew (vmap can't take symbolic sizes).
         """
-        node = _Node(self._model)
+        node = NodeModule(self._model)
 
         def of_one(leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]) -> tuple[Tensor, dict[str, Tensor]]:
             return node.called_with(leaves, buffers, loss_fn, batch)
@@ -158,7 +184,7 @@ class Simulator:
         self, loss_fn: Callable[..., Tensor], leaves: dict[str, Tensor], buffers: dict[str, Tensor], batch: tuple[Any, ...]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return one node's loss, and the buffers that the model has replaced instead of changing them in place."""
-        loss, now = _Node(self._model).called_with(leaves, buffers, loss_fn, batch)
+        loss, now = NodeModule(self._model).called_with(leaves, buffers, loss_fn, batch)
         return loss, {name: value for name, value in now.items() if value is not buffers[name]}
 
     def _all_at_once(
@@ -195,6 +221,11 @@ class Simulator:
             raise RuntimeError("a parameter that was frozen when the Simulator was built now trains: build the Simulator after unfreezing")
         if losses is not None and losses.shape != (self.n,):
             raise ValueError(f"step() takes the losses of all nodes, [{self.n}], got shape {list(losses.shape)}")
+        if self._state is not None:
+            if lr is None and self._runner.algorithm.needs_lr:
+                lr = self._state.optimizer.param_groups[0]["lr"]
+            if self._state.has_changed():  # optimizer.load_state_dict() replaces its tensors
+                self._state_buckets.rebind(self._state_rows(self._state))
         step = self._runner.decide(None if losses is None else losses.detach().to(torch.float64)[:, None], lr)
         self._look_for_bad_nodes(step)
         self._runner.begin(step)
@@ -262,7 +293,7 @@ class Simulator:
         stacked: dict[str, Mapping[str, Tensor]] = {"parameters": self._leaves, "buffers": self._buffers}
         saved = {part: {name: t.detach().clone() for name, t in tensors.items()} for part, tensors in stacked.items()}
         with torch.no_grad():
-            return {**self._runner.state_dict(), **saved}
+            return {**self._runner.state_dict(), **saved, "average_state": self._average_state}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -274,31 +305,13 @@ class Simulator:
             theirs, mine = ({name: list(t.shape[1:]) for name, t in group.items()} for group in (state[part], tensors))
             if theirs != mine:
                 raise ValueError(f"this state is of another model: its {part} are {theirs}, those here {mine}")
+        if (there := state.get("average_state")) != self._average_state:
+            raise ValueError(f"this state is of a run with average_state={there!r}, but here it is {self._average_state!r}")
         self._runner.load_state_dict(state)
         for part, tensors in stacked.items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[part][name])
         self._first_bad.fill_(-1)
-
-
-class _Node(nn.Module):
-    """The model and the loss as one module, so that the model has a node's tensors while `functional_call` runs `loss_fn`."""
-
-    def __init__(self, model: nn.Module):
-        super().__init__()
-        self.model = model
-
-    def forward(self, loss_fn: Callable[..., Tensor], batch: tuple[Any, ...]) -> tuple[Tensor, dict[str, Tensor]]:
-        loss = loss_fn(self.model, *batch)
-        return loss, dict(self.model.named_buffers())
-
-    def called_with(
-        self, leaves: dict[str, Tensor], buffers: dict[str, Tensor], loss_fn: Callable[..., Tensor], batch: tuple[Any, ...]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss, and the buffers as the model has left them, with these tensors in the place of its own."""
-        given = {f"model.{name}": tensor for name, tensor in {**leaves, **buffers}.items()}
-        result: tuple[Tensor, dict[str, Tensor]] = functional_call(self, given, (loss_fn, batch))
-        return result
 
 
 def _bound(algorithm: Algorithm, n: int | None) -> Algorithm:

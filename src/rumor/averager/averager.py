@@ -18,8 +18,9 @@ from rumor.engines.processes.process_group import ProcessGroup
 from rumor.engines.processes.transport import Group
 from rumor.methods.algorithm import Algorithm
 from rumor.metrics import Metrics
-from rumor.model.checks import reshard
+from rumor.model.checks import reshard, trained_and_frozen
 from rumor.model.forward_hooks import ForwardHooks
+from rumor.model.optimizer_state import AverageState, OptimizerState, check_average_state
 from rumor.model.tensors import ordinary_tensors
 
 Batch = TypeVar("Batch")
@@ -44,6 +45,10 @@ class Averager:
         lazy: step() returns while messages are in flight, and each module waits for its own parameters when it next runs forward, or
             returns its state_dict(). Call settle() before you read parameters in any other way, for example in a forward that looks at
             the parameters of another module before it calls that module. Not for models under torch.compile.
+        optimizer: the model's optimizer: SlowMo and `LearningRate` then read the learning rate there if `step` is not given it, and
+            `average_state` is about its state. Build it before the Averager.
+        average_state: "global": the optimizer's state is averaged at global averages, like the model; "always": it also gossips, so
+            messages are larger by as much. It covers SGD's momentum and the moments of Adam, AdamW and the like. None: it stays local.
         rescue: the model's optimizer, if the run is to go on when a node's model is no longer finite: all nodes then take the mean of the
             finite ones, and that node's optimizer starts again. Without it, FloatingPointError ends the run on every rank.
 
@@ -61,21 +66,26 @@ class Averager:
         local_group: Group | None = None,
         lazy: bool = False,
         rescue: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        average_state: AverageState | None = None,
     ):
         engine = ProcessGroup(group, local_group)
         node = LocalGroup(engine)
-        problem, setup = None, {}
+        problem, setup, state = None, {}, None
         try:
             check_model(model, engine)
             algorithm = bound_algorithm(algorithm, engine.n)
-            check_options(model, algorithm, lazy, rescue, has_local_group=local_group is not None)
-            setup = what_ranks_compare(model, algorithm, rescue, has_local_group=local_group is not None)
+            check_options(model, algorithm, lazy, rescue, average_state, has_local_group=local_group is not None)
+            check_average_state(algorithm, optimizer, average_state)
+            if optimizer is not None and average_state is not None:
+                state = OptimizerState(optimizer, trained_and_frozen(model)[0])
+            setup = what_ranks_compare(model, algorithm, rescue, average_state, state, has_local_group=local_group is not None)
         except (TypeError, ValueError) as error:
             problem = error  # the others are told, so that they do not wait for this rank
         node.agree(setup, problem)
-        self.replica = Replica(model)
+        self.replica = Replica(model, state, average_state)
         self.replica.attach(engine, node, algorithm)
-        self._lazy, self._rescue = lazy, rescue
+        self._lazy, self._rescue, self._optimizer = lazy, rescue, optimizer
         self._showing_mean = False
         if lazy:
             self._add_hooks()
@@ -121,9 +131,11 @@ class Averager:
 
         Args:
             loss: this rank's loss of this step; Gossip-AGA needs it, other methods ignore it.
-            lr: the current learning rate; SlowMo needs it, other methods ignore it.
+            lr: the current learning rate; SlowMo needs it, other methods ignore it. That of `optimizer=` if None.
         """
         self.refuse_inside_averaged("step()")
+        if lr is None and self._optimizer is not None and self.replica.runner.algorithm.needs_lr:
+            lr = self._optimizer.param_groups[0]["lr"]
         with ordinary_tensors():
             runner = self.replica.runner
             k = runner.k

@@ -13,12 +13,13 @@ from rumor.methods.algorithm import Algorithm, Step
 from rumor.methods.runner import Runner
 from rumor.model.buckets import FlatBuckets
 from rumor.model.checks import trained_and_frozen
+from rumor.model.optimizer_state import AverageState, OptimizerState
 from rumor.model.tensors import as_real, is_averaged, ordinary_tensors
 from rumor.model.tracked import TrackedTensors
 
 
 class Replica:
-    """One rank's replica of the model.
+    """One rank's replica of the model, and of the optimizer's state if nodes average it.
 
     `attach` binds it to an engine and a method, and builds all that depends on who the members are. It may be called again.
 
@@ -33,8 +34,8 @@ class Replica:
     node: LocalGroup
     runner: Runner
 
-    def __init__(self, model: nn.Module):
-        self.model = model
+    def __init__(self, model: nn.Module, state: OptimizerState | None = None, average_state: AverageState | None = None):
+        self.model, self._state, self._average_state = model, state, average_state
         _, self._frozen = trained_and_frozen(model)
         self._trained = TrackedTensors(model, "_parameters", lambda p: p.requires_grad)
         self._buffers = TrackedTensors(model, "_buffers", is_averaged)
@@ -48,7 +49,16 @@ class Replica:
             self._shard, self._buffer_shard = node.shard(self._trained.tensors()), node.shard(self._buffers.tensors())
             self.buckets = FlatBuckets(self._shard.mine, engine.allocate, algorithm.bits)
             self._buffer_buckets = FlatBuckets(self._buffer_shard.mine, engine.allocate)
-            self.runner = Runner(algorithm, engine, self.buckets, self._buffer_buckets)
+            if self._state is None:
+                self.runner = Runner(algorithm, engine, self.buckets, self._buffer_buckets)
+                return
+            node.broadcast(self._state.tensors())
+            self._state_shard = node.shard(self._state.tensors())
+            self._state_buckets = FlatBuckets(self._state_shard.mine, engine.allocate, algorithm.bits)
+            gossips = self._average_state == "always"
+            self.runner = Runner(
+                algorithm, engine, self.buckets, self._buffer_buckets, self._state_buckets, gossips, self._state.keep_valid
+            )
 
     @property
     def device(self) -> torch.device:
@@ -78,14 +88,16 @@ class Replica:
         if self._has_local_group:
             with self.engine.metrics.at_work():
                 if step.kind == "gossip":
-                    self.node.share(self._shard, settle=False)
+                    gossiped = [self._state_shard] if self._average_state == "always" else []
+                    self.node.share(self._shard, *gossiped, settle=False)
                 elif step.kind == "global":
                     self.share_all()
         self.engine.raise_alarm(step.k, self.runner.algorithm.topology)
 
     def share_all(self) -> None:
         """Share what a global round has changed with the ranks of this node: the float buffers, too, and settled alarms."""
-        self.node.share(self._shard, self._buffer_shard, settle=True)
+        averaged = [self._shard, self._buffer_shard, *([self._state_shard] if self._state is not None else [])]
+        self.node.share(*averaged, settle=True)
 
     def finish(self) -> None:
         self.runner.finish()
@@ -133,6 +145,9 @@ class Replica:
             )
         if self._buffers.have_changed():
             self._use_new_buffers()
+        if self._state is not None and self._state.has_changed():  # optimizer.load_state_dict() replaces its tensors
+            self._state_shard = self.node.shard(self._state.tensors())
+            self._state_buckets.rebind(self._state_shard.mine)
 
     def _use_new_buffers(self) -> None:
         if self._buffers.are_gone():
@@ -144,7 +159,8 @@ class Replica:
     # ---- state -------------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.runner.state_dict(), "rank": self.engine.rank, "local_rank": self.node.local_rank}
+        saved = {**self.runner.state_dict(), "rank": self.engine.rank, "local_rank": self.node.local_rank}
+        return saved if self._average_state is None else {**saved, "average_state": self._average_state}
 
     def check_state(self, state: dict[str, Any]) -> None:
         """Raise ValueError unless it is of this rank and this method."""
@@ -152,6 +168,8 @@ class Replica:
         if isinstance(state, dict) and (there := (state.get("rank", here[0]), state.get("local_rank"))) != here:
             raise ValueError(f"this is the state of {_name(*there)}, but this is {_name(*here)}: each rank loads its own")
         self.runner.check_state(state)
+        if (there_too := state.get("average_state")) != self._average_state:
+            raise ValueError(f"this state is of a run with average_state={there_too!r}, but here it is {self._average_state!r}")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.check_state(state)

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.methods.algorithm import Algorithm, check_algorithm, describe
 from rumor.model.checks import check_shards, description, is_compiled, layouts, reshard, trained_and_frozen
+from rumor.model.optimizer_state import AverageState, OptimizerState
 from rumor.version import VERSION
 
 
@@ -42,7 +43,14 @@ def bound_algorithm(algorithm: Algorithm, n: int) -> Algorithm:
     return algorithm.bind(n)
 
 
-def check_options(model: nn.Module, algorithm: Algorithm, lazy: bool, rescue: torch.optim.Optimizer | None, has_local_group: bool) -> None:
+def check_options(
+    model: nn.Module,
+    algorithm: Algorithm,
+    lazy: bool,
+    rescue: torch.optim.Optimizer | None,
+    average_state: AverageState | None,
+    has_local_group: bool,
+) -> None:
     if lazy:
         check_lazy(model)
     if lazy and algorithm.delay:
@@ -50,6 +58,11 @@ def check_options(model: nn.Module, algorithm: Algorithm, lazy: bool, rescue: to
     if lazy and has_local_group:
         raise ValueError(
             "lazy=True does not go with local_group=, whose ranks share results only when all of them have arrived: leave one of them out"
+        )
+    if lazy and average_state is not None:
+        raise ValueError(
+            f"lazy=True does not go with average_state={average_state!r}, whose messages must arrive before the optimizer's next step: "
+            "leave one of them out"
         )
     if rescue is not None and not isinstance(rescue, torch.optim.Optimizer):
         raise TypeError(f"rescue takes the optimizer whose state is to start again, got {type(rescue).__name__}")
@@ -65,8 +78,16 @@ def check_lazy(model: nn.Module) -> None:
         )
 
 
-def what_ranks_compare(model: nn.Module, algorithm: Algorithm, rescue: object, has_local_group: bool) -> dict[str, str]:
+def what_ranks_compare(
+    model: nn.Module,
+    algorithm: Algorithm,
+    rescue: object,
+    average_state: AverageState | None,
+    state: OptimizerState | None,
+    has_local_group: bool,
+) -> dict[str, str]:
     """Return what must be the same on all ranks, by name."""
     setup = {"version of Rumor": VERSION, "algorithm": describe(algorithm), "model": description(model)}
+    setup["average_state"] = str(average_state) if state is None else f"{average_state} ({', '.join(state.names)})"
     setup["use of rescue="] = str(rescue is not None)
     return {**setup, "layout in memory": layouts(model)} if has_local_group else setup

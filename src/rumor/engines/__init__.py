@@ -4,13 +4,15 @@
 that imports torch.distributed.
 """
 
-from rumor.engines.engine import Buckets, Buffer, Engine, Lerp, Mixed, Pending, copy_all, gossip_all
+from rumor.engines.engine import NO_BUCKETS, Buckets, Buffer, Engine, JoinedBuckets, Lerp, Mixed, Pending, copy_all, gossip_all
 from rumor.engines.stacked import PackedBuckets, Stacked, StackedBuckets
 
 __all__ = [
+    "NO_BUCKETS",
     "Buckets",
     "Buffer",
     "Engine",
+    "JoinedBuckets",
     "Lerp",
     "Mixed",
     "PackedBuckets",

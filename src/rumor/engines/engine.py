@@ -214,6 +214,44 @@ class Buckets(Protocol):
         ...
 
 
+class JoinedBuckets:
+    """Several Buckets end to end, as one. Without any, it is a model of no buckets."""
+
+    def __init__(self, *parts: Buckets):
+        self.finite_check: FiniteCheck | None = sum_of_squares
+        self._places = [(part, b) for part in parts for b in range(len(part))]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def read(self, b: int) -> Buffer:
+        part, own = self._places[b]
+        return part.read(own)
+
+    def copy(self, b: int) -> Buffer:
+        part, own = self._places[b]
+        return part.copy(own)
+
+    def peek(self, b: int) -> Tensor:
+        part, own = self._places[b]
+        return part.peek(own)
+
+    def write(self, b: int, value: Tensor) -> None:
+        part, own = self._places[b]
+        part.write(own, value)
+
+    def lerp(self, b: int, lerp: Lerp, sent: Tensor | None = None) -> None:
+        part, own = self._places[b]
+        part.lerp(own, lerp, sent)
+
+    def add(self, b: int, change: Tensor) -> None:
+        part, own = self._places[b]
+        part.add(own, change)
+
+
+NO_BUCKETS = JoinedBuckets()
+
+
 def all_finite(x: Buckets, check: FiniteCheck) -> bool:
     return all(math.isfinite(check(x.peek(b).reshape(-1))) for b in range(len(x)))
 

@@ -24,8 +24,12 @@ class StackedBuckets:
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.finite_check: FiniteCheck | None = sum_of_squares
-        self._live = [Buffer(x) for x in tensors]
+        self.rebind(tensors)
         self._copies: list[Buffer | None] = [None] * len(self._live)
+
+    def rebind(self, tensors: Sequence[Tensor]) -> None:
+        """Use other tensors of the same shapes from now on."""
+        self._live = [Buffer(x) for x in tensors]
 
     def __len__(self) -> int:
         return len(self._live)
@@ -65,8 +69,12 @@ class PackedBuckets:
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.finite_check: FiniteCheck | None = sum_of_squares
-        self._tensors, self._sizes = list(tensors), [x.shape[-1] for x in tensors]
+        self.rebind(tensors)
         self._copy: Buffer | None = None
+
+    def rebind(self, tensors: Sequence[Tensor]) -> None:
+        """Use other tensors of the same shapes from now on."""
+        self._tensors, self._sizes = list(tensors), [x.shape[-1] for x in tensors]
 
     def __len__(self) -> int:
         return 1

@@ -16,11 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from rumor.engines import Buckets, Buffer, Engine, Pending
+from rumor.engines import NO_BUCKETS, Buckets, Buffer, Engine, JoinedBuckets, Pending
 from rumor.schedule import Schedule, ScheduleState
 from rumor.topology import Topology
 
@@ -46,11 +46,25 @@ class Step(NamedTuple):
 
 
 class Nodes(NamedTuple):
-    """The nodes that this process has (one, or all n on the stacked engine): model, float buffers, and the engine between nodes."""
+    """The nodes that this process has: one, or all n on the stacked engine.
+
+    Attributes:
+        x: the model.
+        buffers: its float buffers, which global rounds average.
+        engine: connects the nodes.
+        state: the optimizer's state, as far as it takes part; no buckets if it does not.
+        gossips_state: whether gossip steps mix the state, too. Global rounds always do.
+    """
 
     x: Buckets
     buffers: Buckets
     engine: Engine
+    state: Buckets = NO_BUCKETS
+    gossips_state: bool = False
+
+    def mixed_in(self, kind: Kind) -> Buckets:
+        """Return what a step of this kind mixes: the model, then the optimizer's state if it takes part."""
+        return JoinedBuckets(self.x, self.state) if len(self.state) and (self.gossips_state or kind == "global") else self.x
 
 
 @dataclass
@@ -103,12 +117,14 @@ class Algorithm(ABC):
         schedule: which steps average globally.
         delay: 1 if a message travels during the next step.
         bits: how many of them a number travels with in a gossip step: 32, 16, 8 or 4.
+        averages_state: whether the method can average the optimizer's state beside the model.
     """
 
     topology: Topology
     schedule: Schedule
     delay: int = 0
     bits: int = 32
+    averages_state: ClassVar[bool] = False
 
     @property
     def needs_loss(self) -> bool:
@@ -179,6 +195,8 @@ class Algorithm(ABC):
         state.in_flight = None
         average(nodes.x, nodes.engine, state.schedule.k)
         average(nodes.buffers, nodes.engine, state.schedule.k)
+        if len(nodes.state):
+            average(nodes.state, nodes.engine, state.schedule.k)
 
 
 class _NamedBuilder:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from rumor.engines import Buckets, Buffer, Lerp, Pending, gossip_all
+from rumor.engines import Buckets, Buffer, Engine, Lerp, Pending, gossip_all
 from rumor.engines.codes import WIDTHS
 from rumor.engines.engine import accumulator
 from rumor.methods.algorithm import Algorithm, Builder, InFlight, Nodes, State, Step, topology_or_builder
@@ -39,6 +40,7 @@ class GossipPGA(Algorithm):
     delay: int = 0
     average_rounds: int | None = None
     bits: int = field(default=32, repr=False)
+    averages_state: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "topology", topology_or_builder(self.topology))
@@ -95,18 +97,19 @@ class GossipPGA(Algorithm):
     def start(self, nodes: Nodes) -> State:
         state = super().start(nodes)
         if self.bits < 32:
-            model = [nodes.x.peek(b) for b in range(len(nodes.x))]
-            state.buckets["x_ref"] = [x.clone() for x in model]
+            model, opt = ([x.peek(b) for b in range(len(x))] for x in (nodes.x, nodes.state))
+            # all nodes have the same model now; the optimizers' states may differ
+            state.buckets["x_ref"] = [x.clone() for x in model] + [torch.zeros_like(m) for m in opt]
             if not isinstance(self.schedule, Never) and self.average_rounds is None:
-                state.buckets["left_out"] = [torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in model]
+                state.buckets["left_out"] = [torch.zeros_like(x, dtype=accumulator(x.dtype)) for x in (*model, *opt)]
         return state
 
     def send(self, step: Step, nodes: Nodes, state: State) -> InFlight | None:
-        """Send the model; at a global round also the float buffers, and the loss with the first bucket."""
+        """Send the model, and the optimizer's state if it takes part; at a global round also the buffers and the loss."""
         if step.kind == "none":
             return None
-        x, buffers, engine = nodes
-        model = (self._read(x, b) if self.bits == 32 else self._difference(nodes, b, state) for b in range(len(x)))
+        x, buffers, engine = nodes.mixed_in(step.kind), nodes.buffers, nodes.engine
+        model = (self._read(x, b) if self.bits == 32 else self._difference(x, engine, b, state) for b in range(len(x)))
         if step.kind == "gossip":
             return InFlight(*gossip_all(engine, model, self.topology, step.k, self.bits))
         if self.average_rounds is None:
@@ -126,13 +129,13 @@ class GossipPGA(Algorithm):
         """Read what is to be sent. With delay=1 it is a copy: the next step changes model and buffers while messages travel."""
         return x.read(b) if self.delay == 0 else x.copy(b)
 
-    def _difference(self, nodes: Nodes, b: int, state: State) -> Buffer:
+    def _difference(self, x: Buckets, engine: Engine, b: int, state: State) -> Buffer:
         """Return x - x_ref, in memory of its own, and in the dtype for sums: the code of a number in half precision need not be one."""
-        buffer = nodes.x.copy(b)
+        buffer = x.copy(b)
         own = buffer.tensor
         if own.dtype != accumulator(own.dtype):
             if b not in state.wide_buffers:
-                state.wide_buffers[b] = nodes.engine.allocate(own.shape, accumulator(own.dtype), own.device)
+                state.wide_buffers[b] = engine.allocate(own.shape, accumulator(own.dtype), own.device)
             buffer = state.wide_buffers[b]
             buffer.tensor.copy_(own)
         buffer.tensor.sub_(state.buckets["x_ref"][b])
@@ -154,27 +157,29 @@ class GossipPGA(Algorithm):
 
     def write(self, step: Step, nodes: Nodes, b: int, message: Pending, flight: InFlight, state: State) -> None:
         """Write what has arrived into bucket b: a mixed model, or a mixed difference to x_ref if messages are codes."""
-        x = nodes.x
+        x = nodes.mixed_in(step.kind)
         sent = flight.sent[b].tensor if self.delay == 1 or self.bits < 32 else None
         if flight.relayed:  # lerp() would start from the relayed model, not from what was sent
             x.lerp(b, Lerp(message.wait().x, 1.0), sent)
         elif step.kind == "global":
-            self.write_mean(step, nodes, b, message.wait().x, sent, state)
+            self.write_mean(step, x, b, message.wait().x, sent, state, is_model=b < len(nodes.x))
         elif (change := message.change()) is not None:
             x.add(b, change)
         else:
             x.lerp(b, message.lerp(), sent)
 
-    def write_mean(self, step: Step, nodes: Nodes, b: int, mean: Tensor, sent: Tensor | None, state: State) -> None:
+    def write_mean(self, step: Step, x: Buckets, b: int, mean: Tensor, sent: Tensor | None, state: State, is_model: bool = True) -> None:
         """Write a global average, or the average difference to x_ref."""
         x_ref = state.buckets["x_ref"][b] if self.bits < 32 else None
         if x_ref is not None:
             x_ref.add_(mean)
         if self.delay == 1:
-            nodes.x.lerp(b, Lerp(mean, 1.0), sent)
+            x.lerp(b, Lerp(mean, 1.0), sent)
             return
-        after = self.after_global_round(step, b, mean if x_ref is None else x_ref, state)
-        nodes.x.write(b, after)
+        after = mean if x_ref is None else x_ref
+        if is_model:
+            after = self.after_global_round(step, b, after, state)
+        x.write(b, after)
         if x_ref is not None and after is not x_ref:
             x_ref.copy_(after)
 

@@ -48,7 +48,7 @@ class PushSum(Algorithm):
         return self.receive(step, nodes, state)
 
     def receive(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
-        x, _, engine = nodes
+        x, engine = nodes.x, nodes.engine
         arriving, departing = state.in_flight, InFlight()
         w_next = engine.self_weight(self.topology, step.k) * state.scalars["w"]
         for b in range(len(x)):
@@ -86,7 +86,7 @@ class PushSum(Algorithm):
 
     def finish(self, nodes: Nodes, state: State) -> None:
         """Add what is in flight to the models, and average. Every weight is 1 again."""
-        x, buffers, engine = nodes
+        x, buffers, engine = nodes.x, nodes.buffers, nodes.engine
         for b in range(len(x)):
             x.write(b, self.share(nodes, b, state))
         state.in_flight = None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from rumor.engines import Buckets, Buffer, Engine, Pending
+from rumor.engines import NO_BUCKETS, Buckets, Buffer, Engine, Pending
 from rumor.engines.engine import all_finite, largest_magnitude, uses_all_reduce
 from rumor.methods.algorithm import Algorithm, Nodes, Step, describe, wait_for
 from rumor.methods.saved_state import check_format, read_state, saved_state
@@ -17,13 +17,27 @@ from rumor.schedule import ScheduleState
 
 
 class Runner:
-    """Runs `algorithm` on the model `x` and the float `buffers` of the nodes that `engine` has here."""
+    """Runs `algorithm` on the model `x` and the float `buffers` of the nodes that `engine` has here.
 
-    def __init__(self, algorithm: Algorithm, engine: Engine, x: Buckets, buffers: Buckets):
+    `state` is the part of the optimizer's state that is mixed, too: at global rounds, or always if `gossips_state`. `keep_state_valid` is
+    called when a step has changed it.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        engine: Engine,
+        x: Buckets,
+        buffers: Buckets,
+        state: Buckets = NO_BUCKETS,
+        gossips_state: bool = False,
+        keep_state_valid: Callable[[], None] = lambda: None,
+    ):
         self.algorithm, self.engine, self.metrics = algorithm, engine, engine.metrics
         # BatchNorm's buffers must stay finite; a mask is infinite by design
         buffers.finite_check = largest_magnitude if all_finite(buffers, largest_magnitude) else None
-        self.nodes = Nodes(x, buffers, engine)
+        self.nodes = Nodes(x, buffers, engine, state, gossips_state)
+        self._keep_state_valid = keep_state_valid
         self.state = algorithm.start(self.nodes)
         self.metrics.H = self.state.schedule.H
         self._step: Step | None = None  # the step under way
@@ -71,6 +85,8 @@ class Runner:
                 if self._written == buckets:
                     self._step = step
                     return None
+            if len(self.nodes.state):
+                self._keep_state_valid()
             self._post_receives()
         self.metrics.rounds[step.kind] += 1
         self.metrics.H = self.state.schedule.H
@@ -81,7 +97,8 @@ class Runner:
         algorithm, topology = self.algorithm, self.algorithm.topology
         sends_messages = algorithm.delay == 0 and not uses_all_reduce(topology, algorithm.bits)
         if self._sent and sends_messages and algorithm.kind(self.state) == "gossip":
-            self.engine.post_receives(self._sent, topology, self.state.schedule.k, algorithm.bits)
+            will_be_sent = self._sent[: len(self.nodes.mixed_in("gossip"))]
+            self.engine.post_receives(will_be_sent, topology, self.state.schedule.k, algorithm.bits)
 
     def step(self, loss: Tensor | None, lr: float | None) -> Step:
         step = self.decide(loss, lr)
@@ -97,7 +114,7 @@ class Runner:
     def mean(self) -> tuple[list[Pending], list[Pending]]:
         """Average the model and the buffers over all nodes. What is in flight and the method's state stay as they are."""
         doing = "in averaged()"
-        x, buffers, engine = self.nodes
+        x, buffers, engine = self.nodes.x, self.nodes.buffers, self.engine
         with record_function("rumor::mean"):
             shares = [self.algorithm.share(self.nodes, b, self.state) for b in range(len(x))]
             model = engine.mean(shares, self.k, doing=doing)
@@ -113,7 +130,7 @@ class Runner:
     def consensus_distance(self) -> float:
         """1/n sum_i ||x_i - x_bar||^2."""
         doing = "in consensus_distance()"
-        x, _, engine = self.nodes
+        x, engine = self.nodes.x, self.engine
         squares: Tensor | None = None  # [*nodes, 1]
         for b in range(len(x)):
             own = x.peek(b)

@@ -52,12 +52,14 @@ def read_state(saved: dict[str, Any], state: State, nodes: Nodes) -> Callable[[]
 
 
 def _saved_messages(in_flight: InFlight, nodes: Nodes) -> dict[str, Any]:
-    model, buffers = _shapes(nodes.x), _shapes(nodes.buffers)
     sent = [buffer.tensor for buffer in in_flight.sent]
+    has_state = len(sent) > len(nodes.x)
+    model, buffers = _shapes(nodes.mixed_in("global") if has_state else nodes.x), _shapes(nodes.buffers)
     interpolates = bool(sent) and not in_flight.relayed
     return {
         "sent": _joined(sent) if sent else None,
         "relayed": in_flight.relayed,
+        "has_state": has_state,
         "pending": _saved_lerps(in_flight.pending, model, sent) if interpolates else _saved_results(in_flight.pending, model),
         "buffers": _saved_results(in_flight.buffers, buffers) if in_flight.buffers else None,
         "loss": in_flight.loss.wait().scalars.clone() if in_flight.loss else None,
@@ -65,7 +67,7 @@ def _saved_messages(in_flight: InFlight, nodes: Nodes) -> dict[str, Any]:
 
 
 def _restored_messages(saved: dict[str, Any], nodes: Nodes) -> InFlight:
-    model, buffers = _shapes(nodes.x), _shapes(nodes.buffers)
+    model, buffers = _shapes(nodes.mixed_in("global") if saved.get("has_state") else nodes.x), _shapes(nodes.buffers)
     sent = [] if saved["sent"] is None else _split_like(saved["sent"], model)
     return InFlight(
         sent=[Buffer(part) for part in sent],

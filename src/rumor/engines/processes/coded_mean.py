@@ -88,6 +88,7 @@ class CodedMean:
         self.transport, self.alarm, self.shares, self.xs, self.left_out = transport, alarm, shares, xs, left_out
         self.k, self.doing, self.scalars, self.scratch, self.raises = k, doing, scalars, scratch, raises
         self.works: list[Work] = []
+        self._later: list[Work] = []  # receives of the second exchange, posted before the first has ended
         self._mean_of_scalars: Tensor | None = None  # once the average has arrived
         self._is_alarmed = False
 
@@ -110,15 +111,20 @@ class CodedMean:
                 message.scalars(self.scalars.numel()).copy_(self.scalars)
         self._exchange(self.shares.out, self.shares.inbox, self.shares.tags[0])
 
+    def _receive_means(self) -> list[Work]:
+        return [self.transport.receive(self.shares.means[node].whole, peer, self.shares.tags[1]) for node, peer in self._peers()]
+
     def arrive(self) -> Tensor:
         """Wait for the average, and return that of the scalars. Every bucket calls it; only the first has to wait."""
         if self._mean_of_scalars is None:
+            if self.transport.sends_from_host:  # so that owners need not wait to send (NCCL needs receives together with sends)
+                self._later = self.transport.call(self._receive_means, self.doing)
+                self.transport.track(self.shares.tags[1], self._later, self.shares)
             self._wait(self.shares.tags[0])
             for node, message in enumerate(self.shares.inbox):
                 self.alarm.hear(message, node, self.k)
             self._average_share()
-            rank, n = self.transport.rank, self.transport.n
-            self._exchange([self.shares.means[rank]] * n, self.shares.means, self.shares.tags[1])
+            self._send_mean()
             self._wait(self.shares.tags[1])
             self._mean_of_scalars = self._average_scalars()
             self._is_alarmed = float(self.alarm.is_known()) > 0  # by all nodes alike: each has heard all
@@ -173,13 +179,26 @@ class CodedMean:
         """Return what was left out of these blocks."""
         return self.left_out[owned.bucket][owned.start : owned.end]
 
+    def _send_mean(self) -> None:
+        """Send this node's code of the mean to all others, whose codes of it have arrived or are on their way."""
+        rank, n, tag = self.transport.rank, self.transport.n, self.shares.tags[1]
+        if not self._later:
+            self._exchange([self.shares.means[rank]] * n, self.shares.means, tag)
+            return
+        peers = [peer for _, peer in self._peers()]
+        self.works += self._later
+        self.works += self.transport.call(lambda: self.transport.send(self.shares.means[rank].whole, peers, tag), self.doing)
+        self.transport.track(tag, self.works, self.shares)
+
+    def _peers(self) -> list[tuple[int, int]]:
+        """Return the numbers of the other nodes, and their global ranks."""
+        return [(node, self.transport.global_rank(node)) for node in range(self.transport.n) if node != self.transport.rank]
+
     def _exchange(self, out: Sequence[Message], inbox: Sequence[Message], tag: int) -> None:
-        transport = self.transport
-        peers = [(node, transport.global_rank(node)) for node in range(transport.n) if node != transport.rank]
-        outbox = [(out[node].whole, peer) for node, peer in peers]
-        expected = [(inbox[node].whole, peer) for node, peer in peers]
-        self.works += transport.call(lambda: transport.exchange(outbox, expected, tag), self.doing)
-        transport.track(tag, self.works, self.shares)
+        outbox = [(out[node].whole, peer) for node, peer in self._peers()]
+        expected = [(inbox[node].whole, peer) for node, peer in self._peers()]
+        self.works += self.transport.call(lambda: self.transport.exchange(outbox, expected, tag), self.doing)
+        self.transport.track(tag, self.works, self.shares)
 
     def _wait(self, tag: int) -> None:
         self.transport.wait(self.works, self.doing, tag=tag)
