@@ -24,6 +24,10 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "gossip_aga": (lambda: rumor.gossip_aga(rumor.exponential, 6), lambda: rumor.gossip_aga(rumor.exponential(N), 6)),
     "slowmo": (lambda: rumor.slowmo(rumor.ring, 3), lambda: rumor.slowmo(rumor.ring(N), 3)),
     "osgp": (lambda: rumor.osgp(rumor.ring), lambda: rumor.osgp(rumor.ring(N))),
+    "peers": (
+        lambda: rumor.gossip_pga(partial(rumor.base_graph, peers=2), 3),
+        lambda: rumor.gossip_pga(rumor.base_graph(N, peers=2), 3),
+    ),
     "a shape": (
         lambda: rumor.gossip_pga(partial(rumor.grid, shape=(2, 2)), 3),
         lambda: rumor.gossip_pga(rumor.grid(N, shape=(2, 2)), 3),
@@ -48,6 +52,13 @@ def test_an_unbound_method_prints_the_name_of_its_builder() -> None:
     assert repr(rumor.gossip_pga(rumor.ring, H=6)) == "GossipPGA(topology=ring, schedule=Periodic(H=6), delay=0, average_rounds=None)"
     assert rumor.gossip_pga(rumor.ring, H=6) == rumor.gossip_pga(rumor.ring, H=6)
     assert rumor.gossip_pga(rumor.ring, H=6) != rumor.gossip_pga(rumor.torus, H=6)
+
+
+def test_an_unbound_method_prints_and_compares_the_options_of_its_builder() -> None:
+    two, same, three = (rumor.gossip_sgd(partial(rumor.base_graph, peers=peers)) for peers in (2, 2, 3))
+    assert "topology=partial(base_graph, peers=2)," in repr(two)
+    assert two == same
+    assert len({two.topology, same.topology, three.topology}) == 2
 
 
 def trained(rank: int, name: str, which: int, folder: str | None = None) -> Tensor:
@@ -99,6 +110,10 @@ def test_the_simulator_binds_to_n() -> None:
         (
             lambda: rumor.gossip_sgd(rumor.ring(4)).bind(5),
             r"for n=4 nodes, but the group has 5: build it with ring\(5\), or pass rumor.ring",
+        ),
+        (
+            lambda: rumor.gossip_sgd(rumor.base_graph(4, peers=2)).bind(5),
+            r"build it with base_graph\(5, peers=2\), or pass functools.partial\(rumor.base_graph, peers=2\), which fits any number",
         ),
         (lambda: rumor.local_sgd(4, 2).bind(5), r"use local_sgd\(H=...\)"),
         (lambda: rumor.parallel_sgd(4).bind(5), r"use parallel_sgd\(\)"),

@@ -161,7 +161,7 @@ def test_a_model_gives_its_own_size(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["ring", "grid", "torus", "exponential", "one_peer_exponential", "one-peer-exponential", "complete", "isolated"]
+    "name", ["ring", "grid", "torus", "exponential", "one_peer_exponential", "one-peer-exponential", "base-graph", "complete", "isolated"]
 )
 @pytest.mark.parametrize("n", [1, 2, 12])
 def test_a_page_for_every_topology(run: Run, name: str, n: int) -> None:

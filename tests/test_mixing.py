@@ -14,6 +14,7 @@ from tests.problems import ALGORITHMS, N, flat, lopsided, network
 
 TOPOLOGIES = [
     *(build(n) for n in (2, 3, 5, 8) for build in (rumor.ring, rumor.grid, rumor.torus, rumor.exponential, rumor.one_peer_exponential)),
+    *(rumor.base_graph(n, peers) for n in (3, 5, 8) for peers in (1, 2)),
     rumor.complete(4),
     rumor.ring(20),
     rumor.from_networkx(nx.star_graph(6)),

@@ -8,7 +8,8 @@ import rumor
 
 
 def test_names() -> None:
-    topologies = "ring grid torus exponential one_peer_exponential complete isolated from_networkx from_matrix from_matrices from_digraph"
+    named = "ring grid torus exponential one_peer_exponential base_graph complete isolated"
+    topologies = f"{named} from_networkx from_matrix from_matrices from_digraph"
     methods = "parallel_sgd local_sgd gossip_sgd gossip_pga gossip_aga slowmo osgp"
     others = "Averager Simulator Stacked ProcessGroup Never Periodic Adaptive theory"
     wanted = f"{topologies} {methods} {others}".split()
@@ -21,6 +22,7 @@ def test_names() -> None:
     [
         (rumor.grid, "n shape=None"),
         (rumor.torus, "n shape=None"),
+        (rumor.base_graph, "n peers=1"),
         (rumor.parallel_sgd, "n=None bits=32"),
         (rumor.local_sgd, "n=None H=None bits=32"),
         (rumor.gossip_sgd, "topology delay=0 average_rounds=None bits=32"),

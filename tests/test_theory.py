@@ -88,6 +88,8 @@ def one_way() -> rumor.Topology:
 CYCLES = {
     "one-peer 16": rumor.one_peer_exponential(16),
     "one-peer 20": rumor.one_peer_exponential(20),
+    "base graph 20": rumor.base_graph(20),
+    "base graph 50, 2 peers": rumor.base_graph(50, peers=2),
     "pairs": alternating_pairs(12),
     "norm 1": one_way(),
 }
@@ -113,6 +115,27 @@ def test_a_cycle_counts_with_the_norms_of_its_products(name: str, H: int) -> Non
 def test_one_peer_gossip_that_averages_exactly_needs_no_global_average() -> None:
     assert theory.mixing(rumor.gossip_sgd(rumor.one_peer_exponential(1024))).C == 10
     assert theory.mixing(rumor.gossip_pga(rumor.one_peer_exponential(1024), 64)).D == 10
+
+
+def test_contractions_of_a_large_cycle_are_those_of_the_topology() -> None:
+    """Above 256 nodes products are not dense, and most norms are only bounded."""
+    topology = rumor.base_graph(301, peers=4)
+    steps = range(2 * topology.period)
+    found = list(itertools.islice(_contractions(topology), len(steps)))
+    assert found == pytest.approx([topology.contraction(step) for step in steps], abs=1e-9)
+    assert found[topology.period] > 0
+    assert found[-1] == 0
+
+
+def test_base_graph_has_the_transient_stage_of_its_contractions() -> None:
+    base = rumor.base_graph(20)
+    for H in (4, 6, 16):
+        C = sum(base.contraction(steps) for steps in range(H))
+        D = min(H, sum(base.contraction(steps) for steps in range(2 * base.period)))
+        assert theory.transient_stage(rumor.gossip_pga(base, H)) == pytest.approx(20**3 * C**2 * D**2)
+    assert theory.transient_stage(rumor.gossip_sgd(base)) == theory.transient_stage(rumor.gossip_pga(base, 64)), "13 steps are exact"
+    other = theory.transient_stage(rumor.gossip_pga(rumor.one_peer_exponential(16), 6))
+    assert theory.transient_stage(rumor.gossip_pga(rumor.base_graph(16), 6)) == pytest.approx(other), "n is a power of two"
 
 
 def test_ten_thousand_nodes_are_quick() -> None:

@@ -1,5 +1,7 @@
 """Topologies: weights, spectra, and what is refused."""
 
+from functools import partial
+
 import networkx as nx
 import numpy as np
 import pytest
@@ -14,6 +16,8 @@ BUILDERS = {
     "torus": rumor.torus,
     "exponential": rumor.exponential,
     "one_peer_exponential": rumor.one_peer_exponential,
+    "base_graph": rumor.base_graph,
+    "base_graph of 2 peers": partial(rumor.base_graph, peers=2),
     "complete": rumor.complete,
     "isolated": rumor.isolated,
     "path": lambda n: rumor.from_networkx(nx.path_graph(n)),
@@ -94,6 +98,56 @@ def test_one_peer_exponential_does_not_for_other_sizes(n: int) -> None:
     assert topology.contraction(topology.period) == pytest.approx(0.19, abs=0.01)
 
 
+def test_base_graph_averages_exactly_for_every_n_with_few_peers() -> None:
+    """One cycle, on all unit vectors at once. Small sizes reach every case: one group, several groups, groups of several parts."""
+    for peers, n in [(peers, n) for peers in (1, 2, 3, 4) for n in (*range(1, 41), 50, 62, 93, 100, 125, 127)]:
+        topology, product = rumor.base_graph(n, peers), torch.eye(n, dtype=torch.float64)
+        for k in range(topology.period):
+            W = topology.W(k)
+            assert torch.equal(W, W.T), topology
+            assert (W.sum(0) - 1).abs().max() < 1e-12, topology
+            assert W.min() >= 0, topology
+            assert ((W > 0).sum(1) - (W.diagonal() > 0).long()).max() <= peers, topology
+            product = W @ product
+        assert (product - 1 / n).abs().max() < 1e-12, topology
+        assert topology.beta == 0, topology
+
+
+def test_base_graph_has_the_period_of_the_paper() -> None:
+    assert [rumor.base_graph(n).period for n in (1, 2, 5, 6, 20, 50)] == [1, 1, 5, 4, 7, 10]
+    assert [rumor.base_graph(2**j).period for j in range(1, 11)] == [*range(1, 11)]
+    assert [rumor.base_graph(27, peers).period for peers in (1, 2, 8, 26, 99)] == [9, 3, 2, 1, 1]
+    bound = [2 * np.log(n) / np.log(peers + 1) + 2 for peers in (1, 2, 3, 4) for n in range(1, 200)]
+    assert all(np.array([rumor.base_graph(n, peers).period for peers in (1, 2, 3, 4) for n in range(1, 200)]) <= bound)
+
+
+def test_base_graph_is_exact_where_one_peer_exponential_is_not() -> None:
+    """After as many steps as the cycle of base_graph has, from its start on. docs/choosing.md has these figures."""
+    for n, left in ((20, 0.18), (50, 0.16), (100, 0.18)):
+        exact, other = rumor.base_graph(n), rumor.one_peer_exponential(n)
+        assert exact.beta == 0
+        assert other.contraction(exact.period) == pytest.approx(left, abs=0.005)
+
+
+def test_base_graph_is_exact_from_any_step_on_after_two_cycles_but_one_step() -> None:
+    for topology in (rumor.base_graph(20), rumor.base_graph(50, peers=2)):
+        assert topology.contraction(topology.period) > 0.1, "the worst phase is not the start of the cycle"
+        assert topology.contraction(2 * topology.period - 1) == 0
+    assert rumor.base_graph(12, peers=2).contraction(rumor.base_graph(12, peers=2).period) == 0, "all factors are small: any phase does"
+
+
+def test_base_graph_prints_its_peers_and_is_a_value() -> None:
+    assert [repr(rumor.base_graph(50)), repr(rumor.base_graph(50, peers=2))] == ["base_graph(50)", "base_graph(50, peers=2)"]
+    assert rumor.base_graph(50, peers=1) == rumor.base_graph(50)
+    assert len({rumor.base_graph(50), rumor.base_graph(50, 2), rumor.base_graph(50, peers=2), rumor.base_graph(20)}) == 3
+
+
+@pytest.mark.parametrize("peers", [0, -1, 2.0, "2", True])
+def test_a_wrong_number_of_peers_is_refused(peers: object) -> None:
+    with pytest.raises(ValueError, match=f"peers >= 1, a whole number.*got peers={peers!r}"):
+        rumor.base_graph(8, peers)  # type: ignore[arg-type]
+
+
 @pytest.mark.processes
 def test_thousands_of_nodes_need_no_dense_matrix() -> None:
     """In a process that can't allocate one (800 MB for 10,000 nodes, 128 MB for 4,000), against closed forms where there are any."""
@@ -116,6 +170,8 @@ assert 0.999 < rumor.grid(n).beta < 1
 assert rumor.complete(n).beta == 0 and rumor.isolated(n).beta == 1
 peer = rumor.one_peer_exponential(n)
 assert 0 < peer.beta < 1 and abs(peer.contraction(1) - 1) < 1e-6
+exact = rumor.base_graph(n)
+assert exact.period == 23 and exact.beta == 0 and abs(exact.contraction(1) - 1) < 1e-6
 allow(80)
 n = 4_000  # these two take long
 path = rumor.grid(n, shape=(1, n))
@@ -220,7 +276,7 @@ def test_a_cycle_may_connect_only_as_a_whole() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 2.0, "8", True])
 def test_a_wrong_n_is_refused(n: object) -> None:
-    for build in (rumor.ring, rumor.grid, rumor.complete, rumor.one_peer_exponential):
+    for build in (rumor.ring, rumor.grid, rumor.complete, rumor.one_peer_exponential, rumor.base_graph):
         with pytest.raises(ValueError, match="n >= 1"):
             build(n)  # type: ignore[operator]
 

@@ -12,6 +12,7 @@ from rumor.schedule import Adaptive, Never, Periodic
 from rumor.simulator import Simulator
 from rumor.topology import (
     Topology,
+    base_graph,
     complete,
     exponential,
     from_digraph,
@@ -55,6 +56,7 @@ __all__ = [
     "SlowMo",
     "Stacked",
     "Topology",
+    "base_graph",
     "complete",
     "cost",
     "ddp_hook",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
@@ -13,9 +13,17 @@ from torch import nn
 
 from rumor.engines.codes import BLOCK, CODES
 from rumor.schedule import check_whole
-from rumor.topology import Topology, exponential, grid, one_peer_exponential, ring, torus
+from rumor.topology import Topology, base_graph, exponential, grid, one_peer_exponential, ring, torus
 
-TOPOLOGIES = {"one-peer-exponential": one_peer_exponential, "ring": ring, "grid": grid, "torus": torus, "exponential": exponential}
+Builder = Callable[[int], Topology]
+TOPOLOGIES: dict[str, Builder] = {
+    "one-peer-exponential": one_peer_exponential,
+    "ring": ring,
+    "grid": grid,
+    "torus": torus,
+    "exponential": exponential,
+    "base-graph": base_graph,
+}
 CODING = 3e-9  # seconds to encode, decode and mix a number: a guess, between the probes of docs/planning.md (1 and 9 ns, CPUs)
 
 

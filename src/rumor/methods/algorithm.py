@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from torch import Tensor
@@ -200,22 +201,31 @@ class Algorithm(ABC):
 
 
 class _NamedBuilder:
-    """A builder with the repr of a topology, so that an unbound method prints well: `ring`, and not `<function ring at 0x...>`."""
+    """A builder that prints well in an unbound method: `ring`, and not `<function ring at 0x...>`.
+
+    With options, given by `functools.partial`, it prints as `partial(base_graph, peers=2)`. Equal options make equal builders.
+    """
 
     def __init__(self, build: Builder):
         self._build = build
+        self._key: tuple[Any, ...] = (build,)
+        self._name = getattr(build, "__name__", repr(build))
+        if isinstance(build, partial):
+            options = [*map(repr, build.args), *(f"{name}={value!r}" for name, value in build.keywords.items())]
+            self._key = (build.func, *options)
+            self._name = f"partial({', '.join([repr(_NamedBuilder(build.func)), *options])})"
 
     def __call__(self, n: int) -> Topology:
         return self._build(n)
 
     def __repr__(self) -> str:
-        return getattr(self._build, "__name__", repr(self._build))
+        return self._name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _NamedBuilder) and self._build == other._build
+        return isinstance(other, _NamedBuilder) and self._key == other._key
 
     def __hash__(self) -> int:
-        return hash(self._build)
+        return hash(self._key)
 
 
 def topology_or_builder(given: Any) -> Any:
@@ -245,6 +255,9 @@ def _how_to_fit(topology: Topology, n: int) -> str:
         return f"use parallel_sgd(), which fits any number of nodes, or complete({n})"
     if "<" in topology.name:
         return f"build it for {n} nodes"
+    if peers := re.search(r", (peers=\d+)", topology.name):
+        builder = f"functools.partial(rumor.{how}, {peers[1]})"
+        return f"build it with {how}({n}, {peers[1]}), or pass {builder}, which fits any number of nodes"
     return f"build it with {how}({n}), or pass rumor.{how} itself, which fits any number of nodes"
 
 

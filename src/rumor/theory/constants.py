@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from typing import Literal
 
@@ -13,7 +14,8 @@ import numpy as np
 from rumor.methods import Algorithm, GossipPGA
 from rumor.schedule import Adaptive, Never, Periodic
 from rumor.topology import Topology
-from rumor.topology.matrix import Circulant, dense
+from rumor.topology.matrix import Array, Circulant, dense
+from rumor.topology.spectrum import distance_to_average
 
 Regime = Literal["sparse", "dense"]
 
@@ -195,6 +197,7 @@ def _mixing(topology: Topology, H: float) -> Mixing:
     return Mixing(topology.n, beta, H, _sum_of_contractions(topology, H), _sum_of_contractions(topology, math.inf))
 
 
+@lru_cache(maxsize=64)  # a plan asks for the same sums in many rows
 def _sum_of_contractions(topology: Topology, H: float) -> float:
     """sum_{l<H} c(l). Once c shrinks by the same factor q over each cycle, the rest is summed as a geometric series."""
     p, last_guess = topology.period, math.inf
@@ -228,10 +231,29 @@ def _contractions(topology: Topology) -> Iterator[float]:
             product = product * np.roll(eigenvalues, -l, axis=0)  # row k: W_(k+l) times W_(k+l-1) ... W_k
     elif topology.n <= DENSE_UP_TO:
         Ws = np.stack([dense(W) for W in matrices])
-        powers = np.broadcast_to(np.eye(topology.n), Ws.shape)
-        for l in count():  # noqa: E741
-            norm = float(np.linalg.norm(powers - 1 / topology.n, 2, axis=(1, 2)).max())
-            yield norm if norm > ROUNDING else 0.0
+        powers, left = Ws, np.ones(topology.period)
+        yield float(topology.n > 1)
+        for l in count(1):  # noqa: E741
+            yield _largest_norm(left, lambda k: float(np.linalg.norm(powers[k] - 1 / topology.n, 2)))  # noqa: B023 (called at once)
             powers = np.roll(Ws, -l, axis=0) @ powers
     else:
-        yield from map(topology.contraction, count())
+        left = np.ones(topology.period)
+        yield 1.0
+        for l in count(1):  # noqa: E741
+            yield _largest_norm(left, lambda k: distance_to_average([topology.matrix(k + s) for s in range(l)]))  # noqa: B023
+
+
+def _largest_norm(left: Array, norm: Callable[[int], float]) -> float:
+    """Returns max_k norm(k) over l steps, given `left`, bounds of it over l - 1 steps from each phase k on, which it updates.
+
+    One more factor can't make the norm of a doubly stochastic product larger. So the bounds of k and k + 1 hold for l steps from k on,
+    and most of the norms, which take long, need not be computed.
+    """
+    left[:] = np.minimum(left, np.roll(left, -1))
+    largest = 0.0
+    for k in np.argsort(-left, kind="stable").tolist():
+        if left[k] <= largest + ROUNDING:
+            break
+        left[k] = norm(k)
+        largest = max(largest, left[k])
+    return largest if largest > ROUNDING else 0.0

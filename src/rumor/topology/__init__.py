@@ -1,5 +1,6 @@
 """Topologies: who talks to whom at step k, and with what weight."""
 
+from rumor.topology.base_graph import base_graph
 from rumor.topology.builders import (
     complete,
     exponential,
@@ -17,6 +18,7 @@ from rumor.topology.topology import Topology
 
 __all__ = [
     "Topology",
+    "base_graph",
     "complete",
     "exponential",
     "from_digraph",

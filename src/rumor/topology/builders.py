@@ -17,7 +17,8 @@ from rumor.topology.topology import Topology
 TOLERANCE = 1e-12  # of the sums of rows and columns
 
 
-def _size(n: int) -> int:
+def check_size(n: int) -> int:
+    """Return n, or raise ValueError unless it is a whole number >= 1."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"a topology needs n >= 1 nodes, a whole number, got n={n!r}")
     return n
@@ -29,29 +30,29 @@ def _circulant(name: str, n: int, *phases: dict[int, float]) -> Topology:
 
 def isolated(n: int) -> Topology:
     """W = I: no node talks to another (for Local SGD)."""
-    return _circulant("isolated", _size(n), {0: 1.0})
+    return _circulant("isolated", check_size(n), {0: 1.0})
 
 
 def complete(n: int) -> Topology:
     """W = 11'/n: every node talks to every other."""
-    return _circulant("complete", _size(n), dict.fromkeys(range(n), 1 / n))
+    return _circulant("complete", check_size(n), dict.fromkeys(range(n), 1 / n))
 
 
 def ring(n: int) -> Topology:
     """A circle, with weight 1/3 for both neighbours and for the node itself (1/2 if n = 2)."""
-    around = {o % _size(n) for o in (-1, 0, 1)}
+    around = {o % check_size(n) for o in (-1, 0, 1)}
     return _circulant("ring", n, dict.fromkeys(around, 1 / len(around)))
 
 
 def exponential(n: int) -> Topology:
     """Static and directed: node i receives from i - 2^j mod n, j = 0 ... ceil(log2 n) - 1, with equal weights."""
-    hops = [0, *_hops(_size(n))]
+    hops = [0, *_hops(check_size(n))]
     return _circulant("exponential", n, dict.fromkeys(hops, 1 / len(hops)))
 
 
 def one_peer_exponential(n: int) -> Topology:
     """One message a step: W_k = (I + P^(2^(k mod tau))) / 2, tau = ceil(log2 n). tau steps are an exact average if n = 2^tau."""
-    return _circulant("one_peer_exponential", _size(n), *({0: 0.5, hop: 0.5} for hop in _hops(n)), *([{0: 1.0}] if n == 1 else []))
+    return _circulant("one_peer_exponential", check_size(n), *({0: 0.5, hop: 0.5} for hop in _hops(n)), *([{0: 1.0}] if n == 1 else []))
 
 
 def _hops(n: int) -> list[int]:
@@ -76,9 +77,9 @@ def torus(n: int, shape: tuple[int, int] | None = None) -> Topology:
 
 def _shape(n: int, shape: tuple[int, int] | None) -> tuple[int, int]:
     if shape is None:
-        rows = next(r for r in range(math.isqrt(_size(n)), 0, -1) if n % r == 0)
+        rows = next(r for r in range(math.isqrt(check_size(n)), 0, -1) if n % r == 0)
         return rows, n // rows
-    if not isinstance(shape, Sequence) or len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] != _size(n):
+    if not isinstance(shape, Sequence) or len(shape) != 2 or min(shape) < 1 or shape[0] * shape[1] != check_size(n):
         raise ValueError(f"shape={shape!r} must be (rows, columns) with rows * columns = n = {n}")
     return shape[0], shape[1]
 
@@ -89,9 +90,7 @@ def _metropolis_hastings(n: int, edges: Sequence[tuple[Any, Any]]) -> Sparse:
     i, j = np.array(links, dtype=np.int64).reshape(-1, 2).T
     degree = np.bincount(np.concatenate([i, j]), minlength=n)
     w = 1 / (1 + np.maximum(degree[i], degree[j]))
-    kept = 1 - np.bincount(i, w, minlength=n) - np.bincount(j, w, minlength=n)
-    nodes = np.arange(n)
-    return Sparse(n, np.concatenate([i, j, nodes]), np.concatenate([j, i, nodes]), np.concatenate([w, w, kept]))
+    return Sparse.symmetric(n, i, j, w)
 
 
 def from_networkx(graph: Any) -> Topology:
@@ -103,7 +102,7 @@ def from_networkx(graph: Any) -> Topology:
     if graph.is_directed():
         raise ValueError("from_networkx takes an undirected graph: use from_digraph(graph) with osgp, or graph.to_undirected()")
     edges = [(number[u], number[v]) for u, v in graph.edges()]
-    return _named("from_networkx", [_metropolis_hastings(_size(len(number)), edges)])
+    return _named("from_networkx", [_metropolis_hastings(check_size(len(number)), edges)])
 
 
 def from_digraph(digraph: Any) -> Topology:
@@ -112,7 +111,7 @@ def from_digraph(digraph: Any) -> Topology:
     Columns sum to 1, but rows need not. Push-sum (`osgp`) corrects for that, and no other method can use it.
     """
     number = _numbers(digraph)
-    n = _size(len(number))
+    n = check_size(len(number))
     directed = {(number[u], number[v]) for u, v in digraph.edges() if u != v}
     if not digraph.is_directed():
         directed |= {(v, u) for u, v in directed}

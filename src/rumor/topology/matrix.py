@@ -92,6 +92,13 @@ class Sparse:
         rows, columns = np.nonzero(W)
         return cls(len(W), rows, columns, W[rows, columns])
 
+    @classmethod
+    def symmetric(cls, n: int, i: Indices, j: Indices, w: Array) -> Sparse:
+        """W of the links i - j, each with its weight in both directions. Every node keeps the rest of its weight 1."""
+        kept = 1 - np.bincount(i, w, minlength=n) - np.bincount(j, w, minlength=n)
+        nodes = np.arange(n)
+        return cls(n, np.concatenate([i, j, nodes]), np.concatenate([j, i, nodes]), np.concatenate([w, w, kept]))
+
     @cached_property
     def _by_row(self) -> Indices:
         return np.searchsorted(self.rows, np.arange(self.n + 1))
