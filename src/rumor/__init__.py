@@ -8,7 +8,7 @@ from rumor import cost, theory
 from rumor.engines import Stacked
 from rumor.methods import GossipPGA, PushSum, SlowMo, gossip_aga, gossip_pga, gossip_sgd, local_sgd, osgp, parallel_sgd, slowmo
 from rumor.metrics import Metrics
-from rumor.schedule import Adaptive, Never, Periodic
+from rumor.schedule import Adaptive, LearningRate, Never, Periodic
 from rumor.simulator import Simulator
 from rumor.topology import (
     Topology,
@@ -60,6 +60,7 @@ __all__ = [
     "ddp_hook",
     "ddp_hook_state",
     "exponential",
+    "LearningRate",
     "from_digraph",
     "from_matrices",
     "from_matrix",

@@ -121,7 +121,7 @@ class Averager:
 
         Args:
             loss: this rank's loss of this step; Gossip-AGA needs it, other methods ignore it.
-            lr: the current learning rate; SlowMo needs it, other methods ignore it.
+            lr: the learning rate of this step; SlowMo and `rumor.LearningRate` need it, other methods ignore it.
         """
         self.refuse_inside_averaged("step()")
         with ordinary_tensors():
