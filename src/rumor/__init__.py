@@ -6,7 +6,20 @@ import torch
 
 from rumor import cost, theory
 from rumor.engines import Stacked
-from rumor.methods import GossipPGA, PushSum, SlowMo, gossip_aga, gossip_pga, gossip_sgd, local_sgd, osgp, parallel_sgd, slowmo
+from rumor.methods import (
+    DiLoCo,
+    GossipPGA,
+    PushSum,
+    SlowMo,
+    diloco,
+    gossip_aga,
+    gossip_pga,
+    gossip_sgd,
+    local_sgd,
+    osgp,
+    parallel_sgd,
+    slowmo,
+)
 from rumor.metrics import Metrics
 from rumor.schedule import Adaptive, LearningRate, Never, Periodic
 from rumor.simulator import Simulator
@@ -45,7 +58,9 @@ else:
 __all__ = [
     "Adaptive",
     "Averager",
+    "DiLoCo",
     "GossipPGA",
+    "LearningRate",
     "Metrics",
     "Never",
     "Periodic",
@@ -59,8 +74,8 @@ __all__ = [
     "cost",
     "ddp_hook",
     "ddp_hook_state",
+    "diloco",
     "exponential",
-    "LearningRate",
     "from_digraph",
     "from_matrices",
     "from_matrix",

@@ -231,7 +231,7 @@ def check_algorithm(algorithm: object) -> None:
 def _how_to_fit(topology: Topology, n: int) -> str:
     how = topology.name.split("(")[0]
     if how == "isolated":
-        return "use local_sgd(H=...), which fits any number of nodes"
+        return "use local_sgd(H=...) or diloco(H=...), which fit any number of nodes"
     if how == "complete":
         return f"use parallel_sgd(), which fits any number of nodes, or complete({n})"
     if "<" in topology.name:
