@@ -26,7 +26,7 @@ BUCKETS_MB = (0.25, 1, 4)  # values of DDP's bucket_cap_mb for a model of 1.2 MB
 TIMED = (
     "computing alone",
     *(f"DDP, bucket_cap_mb={size:g}" for size in BUCKETS_MB),
-    *("Local SGD", "Gossip SGD", "Gossip SGD, delay=1", "Gossip-PGA", "Gossip-PGA, delay=1", "DDP, bf16 hook"),
+    *("Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-PGA, delay=1", "Gossip-PGA, 4 bits", "DDP, bf16 hook", "DDP, 4 bits"),
 )
 
 

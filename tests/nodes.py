@@ -88,6 +88,7 @@ ALGORITHMS: dict[str, Callable[[int], Any]] = {
     "gossip_aga delayed": lambda n: rumor.gossip_aga(links(n), warmup=4, H_init=2, H_max=5, delay=1),
     "gossip_aga by gossip": lambda n: rumor.gossip_aga(links(n), warmup=4, H_init=2, H_max=5, average_rounds=2, delay=1),
     "slowmo": lambda n: rumor.slowmo(links(n), 3, momentum=0.6, slow_lr=0.9),
+    "diloco": lambda n: rumor.diloco(n, 3, topology=links(n)),
     "osgp": lambda n: rumor.osgp(lopsided(n)),
     "sgp": lambda n: rumor.osgp(lopsided(n), delay=0),
 }

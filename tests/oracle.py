@@ -63,16 +63,20 @@ def oracle(
     exponent=1.0,
     momentum=0.5,
     slow_lr=1.0,
+    outer_lr=0.7,
+    outer_momentum=0.9,
+    H_min=None,
+    power=1.0,
     delay=0,
     average_rounds=None,
     nesterov=0.0,
     bits=32,
 ):
-    """Returns Trajectory(X, losses, periods, w, mass)."""
-    assert method in ("parallel_sgd", "local_sgd", "gossip_sgd", "gossip_pga", "gossip_aga", "slowmo", "osgp"), method
+    """Returns Trajectory(X, losses, periods, w, mass). With H_min, the period follows the learning rate."""
+    assert method in ("parallel_sgd", "local_sgd", "gossip_sgd", "gossip_pga", "gossip_aga", "slowmo", "diloco", "osgp"), method
     assert delay == 0 or (delay == 1 and method in ("gossip_sgd", "gossip_pga", "gossip_aga", "osgp")), (method, delay)
     assert average_rounds is None or method in ("gossip_sgd", "gossip_pga", "gossip_aga"), (method, average_rounds)
-    assert H is not None or method not in ("local_sgd", "gossip_pga", "slowmo"), f"{method} needs H"
+    assert (H is None) != (H_min is None) or method not in ("local_sgd", "gossip_pga", "slowmo", "diloco"), f"{method} needs H or H_min"
     assert warmup is not None or method != "gossip_aga", "gossip_aga needs warmup"
 
     n, d = len(Ws[0]), len(x0)
@@ -83,14 +87,17 @@ def oracle(
     w = np.ones(n)  # osgp: w_i^(0) = 1
     buf = np.zeros((n, d))  # the optimizer's momentum buffers, one per node, never averaged
     x_arriving, w_arriving = np.zeros((n, d)), np.zeros(n)  # osgp, delay 1: what is in flight; nothing at k = 0
-    x_prev, u = x[0].copy(), np.zeros(d)  # slowmo: the last global point and the slow momentum
+    x_prev, u = x[0].copy(), np.zeros(d)  # slowmo, diloco: the last global point and the slow momentum
     x_ref, left_out = x[0].copy(), np.zeros((n, d))  # bits < 32: the last global average, and what codes left out of global rounds
-    C, F_samples = 0, []  # gossip_aga: steps since the last global round; the warm-up's losses, F_init = their mean
+    C, F_samples = 0, []  # a period that changes: steps since the last global round; gossip_aga: the warm-up's losses, F_init = their mean
+    largest_lr = 0.0  # H_min: of the global rounds so far
 
     if method == "parallel_sgd":
         H = 1
     elif method == "gossip_aga":
         H = H_init
+    elif H_min is not None:
+        H = H_min
     elif method in ("gossip_sgd", "osgp"):
         H = None
 
@@ -111,7 +118,7 @@ def oracle(
             half[i] = x[i] - lr(k) * (g + nesterov * buf[i])
 
         # Is step k a global round?  Algorithm 1: mod(k + 1, H) = 0.  Algorithm 2: C <- C + 1;  if C = H: C <- 0, global.
-        if method == "gossip_aga":
+        if method == "gossip_aga" or H_min is not None:
             C = C + 1
             is_global = C == H
             if is_global:
@@ -148,6 +155,9 @@ def oracle(
                 if method == "slowmo":
                     u = momentum * u + (x_prev - x_bar) / lr(k)
                     x_prev = x_ref = x_prev - slow_lr * lr(k) * u
+                elif method == "diloco":
+                    u = outer_momentum * u + (x_prev - x_bar)
+                    x_prev = x_ref = x_prev - outer_lr * ((x_prev - x_bar) + outer_momentum * u)
                 x = np.tile(x_ref, (n, 1)) if delay == 0 else half + x_ref - sent
             else:
                 # x_i <- x_i + sum_j w_ij (q_j - q_i), m times with average_rounds = m
@@ -161,6 +171,12 @@ def oracle(
             # u <- m u + (x_prev - x_bar) / gamma;   x <- x_prev - slow_lr gamma u;   x_prev <- x
             u = momentum * u + (x_prev - half.mean(axis=0)) / lr(k)
             x_prev = x_prev - slow_lr * lr(k) * u
+            x = np.tile(x_prev, (n, 1))
+        elif method == "diloco" and is_global:
+            # d = x_prev - x_bar;   u <- m u + d;   x <- x_prev - outer_lr (d + m u);   x_prev <- x
+            difference = x_prev - half.mean(axis=0)
+            u = outer_momentum * u + difference
+            x_prev = x_prev - outer_lr * (difference + outer_momentum * u)
             x = np.tile(x_prev, (n, 1))
         else:
             # M_k = W_k, at a global round J, or W_{k+m-1} ... W_{k+1} W_k with average_rounds = m
@@ -184,6 +200,11 @@ def oracle(
                 else:
                     ratio = np.mean(F_samples) / F
                     H = int(np.clip(np.ceil(ratio**exponent * H_init - 1e-9), 1, H_max))
+
+        if H_min is not None and is_global and k - delay >= 0:
+            # H <- ceil(H_min (largest lr so far / lr of step k - delay)^power - 1e-9), within H_min ... H_max
+            largest_lr = max(largest_lr, lr(k - delay))
+            H = int(np.clip(np.ceil(H_min * (largest_lr / lr(k - delay)) ** power - 1e-9), H_min, H_max))
 
         X_all.append(x / w[:, None])
         losses_all.append(losses)

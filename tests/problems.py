@@ -40,7 +40,12 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
     "gossip_aga delayed": lambda: rumor.gossip_aga(rumor.one_peer_exponential(N), warmup=9, H_init=2, H_max=8, delay=1),
     "gossip_aga by gossip": lambda: rumor.gossip_aga(rumor.ring(N), warmup=9, H_init=2, H_max=8, average_rounds=2),
     "gossip_aga by gossip delayed": lambda: rumor.gossip_aga(rumor.ring(N), warmup=9, H_init=2, H_max=8, average_rounds=2, delay=1),
+    "gossip_pga by learning rate": lambda: rumor.gossip_pga(rumor.ring(N), rumor.LearningRate(2, 8)),
+    "gossip_pga by learning rate delayed": lambda: rumor.gossip_pga(rumor.exponential(N), rumor.LearningRate(1, 8, power=2), delay=1),
+    "gossip_pga by learning rate by gossip": lambda: rumor.gossip_pga(rumor.ring(N), rumor.LearningRate(2, 8), average_rounds=2),
     "slowmo": lambda: rumor.slowmo(rumor.ring(N), 3, momentum=0.6, slow_lr=0.9),
+    "slowmo by learning rate": lambda: rumor.slowmo(rumor.ring(N), rumor.LearningRate(2, 8), momentum=0.6),
+    "diloco": lambda: rumor.diloco(N, 3),
     "parallel_sgd 4 bits": lambda: rumor.parallel_sgd(N, bits=4),
     "local_sgd 8 bits": lambda: rumor.local_sgd(N, 3, bits=8),
     "gossip_sgd 16 bits": lambda: rumor.gossip_sgd(uneven(), bits=16),
@@ -53,6 +58,8 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
     "gossip_pga 16 bits by gossip delayed": lambda: rumor.gossip_pga(rumor.one_peer_exponential(N), 3, average_rounds=2, delay=1, bits=16),
     "gossip_aga 4 bits": lambda: rumor.gossip_aga(rumor.ring(N), warmup=9, H_init=2, H_max=8, bits=4),
     "gossip_aga 8 bits delayed": lambda: rumor.gossip_aga(rumor.one_peer_exponential(N), warmup=9, H_init=2, H_max=8, delay=1, bits=8),
+    "gossip_pga by learning rate 4 bits": lambda: rumor.gossip_pga(rumor.ring(N), rumor.LearningRate(2, 8, power=0.5), bits=4),
+    "diloco gossip 4 bits": lambda: rumor.diloco(N, 3, 0.8, 0.5, topology=rumor.ring, bits=4),
     "slowmo 4 bits": lambda: rumor.slowmo(rumor.ring(N), 3, momentum=0.6, slow_lr=0.9, bits=4),
     "osgp": lambda: rumor.osgp(rumor.one_peer_exponential(N)),
     "osgp directed": lambda: rumor.osgp(lopsided()),
@@ -87,7 +94,7 @@ def loss_fn(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def decayed(optimizer: torch.optim.Optimizer, k: int) -> float:
-    """The learning rate of step k, halved every 10 steps; set, and returned for SlowMo."""
+    """The learning rate of step k, halved every 10 steps; set, and returned for methods that need it."""
     for group in optimizer.param_groups:
         group.setdefault("first_lr", group["lr"])
         group["lr"] = group["first_lr"] * 0.5 ** (k // 10)

@@ -23,6 +23,12 @@ PAIRS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     ),
     "gossip_aga": (lambda: rumor.gossip_aga(rumor.exponential, 6), lambda: rumor.gossip_aga(rumor.exponential(N), 6)),
     "slowmo": (lambda: rumor.slowmo(rumor.ring, 3), lambda: rumor.slowmo(rumor.ring(N), 3)),
+    "by learning rate": (
+        lambda: rumor.local_sgd(H=rumor.LearningRate(3, 24)),
+        lambda: rumor.local_sgd(N, rumor.LearningRate(3, 24, 1.0)),
+    ),
+    "diloco": (lambda: rumor.diloco(H=3), lambda: rumor.diloco(N, 3)),
+    "diloco gossip": (lambda: rumor.diloco(H=3, topology=rumor.ring), lambda: rumor.diloco(N, 3, topology=rumor.ring(N))),
     "osgp": (lambda: rumor.osgp(rumor.ring), lambda: rumor.osgp(rumor.ring(N))),
     "peers": (
         lambda: rumor.gossip_pga(partial(rumor.base_graph, peers=2), 3),
@@ -50,6 +56,11 @@ def test_bound_is_what_it_would_have_been(name: str) -> None:
 
 def test_an_unbound_method_prints_the_name_of_its_builder() -> None:
     assert repr(rumor.gossip_pga(rumor.ring, H=6)) == "GossipPGA(topology=ring, schedule=Periodic(H=6), delay=0, average_rounds=None)"
+    schedule = "LearningRate(H_min=3, H_max=24, power=2.0)"
+    by_lr = rumor.gossip_pga(rumor.ring, H=rumor.LearningRate(3, 24, power=2.0))
+    assert repr(by_lr) == f"GossipPGA(topology=ring, schedule={schedule}, delay=0, average_rounds=None)"
+    fields = "topology=isolated, schedule=Periodic(H=6), delay=0, average_rounds=None, outer_lr=0.7, outer_momentum=0.9"
+    assert repr(rumor.diloco(H=6)) == f"DiLoCo({fields})"
     assert rumor.gossip_pga(rumor.ring, H=6) == rumor.gossip_pga(rumor.ring, H=6)
     assert rumor.gossip_pga(rumor.ring, H=6) != rumor.gossip_pga(rumor.torus, H=6)
 
@@ -77,7 +88,7 @@ def trained(rank: int, name: str, which: int, folder: str | None = None) -> Tens
     return flat(model)
 
 
-@pytest.mark.parametrize("name", ["gossip_pga", "local_sgd"])
+@pytest.mark.parametrize("name", ["gossip_pga", "local_sgd", "diloco"])
 def test_the_averager_binds_to_its_group(four: Cluster, name: str, tmp_path: Path) -> None:
     by_builder, by_topology = four.run(trained, name, 0, str(tmp_path)), four.run(trained, name, 1)
     for one, other in zip(by_builder, by_topology, strict=True):
@@ -116,6 +127,9 @@ def test_the_simulator_binds_to_n() -> None:
             r"build it with base_graph\(5, peers=2\), or pass functools.partial\(rumor.base_graph, peers=2\), which fits any number",
         ),
         (lambda: rumor.local_sgd(4, 2).bind(5), r"use local_sgd\(H=...\)"),
+        (lambda: rumor.diloco(4, 2).bind(5), r"or diloco\(H=...\), which fit any number of nodes"),
+        (lambda: rumor.diloco(6), r"diloco needs the period H, in steps: diloco\(H=100\)"),
+        (lambda: rumor.diloco(5, 2, topology=rumor.ring(4)), r"for n=4 nodes, but the group has 5"),
         (lambda: rumor.parallel_sgd(4).bind(5), r"use parallel_sgd\(\)"),
         (lambda: rumor.gossip_sgd(lambda n: n).bind(5), r"must build a rumor.Topology for n nodes, but returned 5"),
         (lambda: rumor.gossip_sgd("ring"), r"or a builder such as rumor.ring, got 'ring'"),

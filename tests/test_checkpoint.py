@@ -70,7 +70,9 @@ def rest_of_it(rank: int, name: str, folder: str) -> Tensor:
     return end
 
 
-@pytest.mark.parametrize("name", ["gossip_pga", "gossip_pga delayed", "gossip_aga", "slowmo", "osgp"])
+@pytest.mark.parametrize(
+    "name", ["gossip_pga", "gossip_pga delayed", "gossip_aga", "gossip_pga by learning rate", "slowmo", "diloco", "osgp"]
+)
 def test_the_rest_of_a_run_is_bitwise_the_same(four: Cluster, name: str, tmp_path: Path) -> None:
     once, again = four.run(whole_run, name, str(tmp_path)), four.run(rest_of_it, name, str(tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))

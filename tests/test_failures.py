@@ -53,6 +53,8 @@ def mistake(rank: int, what: str) -> None:
         rumor.Averager(model, rumor.slowmo(RING, 6)).step(1.0)
     elif what == "learning rate 0":
         rumor.Averager(model, rumor.slowmo(RING, 1)).step(1.0, lr=0.0)
+    elif what == "no learning rate to follow":
+        rumor.Averager(model, rumor.gossip_pga(RING, rumor.LearningRate(3, 24))).step(1.0)
     elif what == "no parameters":
         rumor.Averager(nn.ReLU(), rumor.gossip_pga(RING, 6))
     elif what == "all frozen":
@@ -114,12 +116,13 @@ MISTAKES = {
     "in DDP": r"already in DistributedDataParallel over ranks \[0, 1, 2, 3\].*train the plain module",
     "no group": r"local_group= .* needs group= too",
     "not a model": "must be a torch.nn.Module, got SGD",
-    "wrong size, local": r"use local_sgd\(H=...\), which fits any number of nodes",
+    "wrong size, local": r"use local_sgd\(H=...\) or diloco\(H=...\), which fit any number of nodes",
     "learning rates": r"got lr=\[0.1\]",
     "out of step": "ranks are out of step: rank . was (in averaged|averaging globally)",
     "no loss": r"Gossip-AGA adapts its period to the loss: call step\(loss\)",
     "loss of a batch": r"one number, got a tensor of shape \[3\]",
     "no learning rate": r"SlowMo needs the current learning rate: call step\(loss, lr=",
+    "no learning rate to follow": r"LearningRate\(H_min=3, .*\) needs the current learning rate: call step\(loss, lr=.*got lr=None",
     "learning rate 0": "must be positive, got lr=0.0",
     "no parameters": r"ReLU has no parameters that train \(of 0\)",
     "all frozen": r"has no parameters that train \(of 4\)",
@@ -166,6 +169,15 @@ def test_an_averager_needs_a_process_group() -> None:
         (lambda: rumor.gossip_pga(rumor.isolated(4), 4, average_rounds=2), "without links"),
         (lambda: rumor.slowmo(RING, 4, momentum=1.0), "0 <= momentum < 1"),
         (lambda: rumor.slowmo(RING, 4, slow_lr=0.0), "slow_lr > 0"),
+        (lambda: rumor.SlowMo(RING, rumor.Periodic(4), delay=1), "slowmo takes no delay"),
+        (lambda: rumor.SlowMo(RING, rumor.Periodic(4), average_rounds=2), "slowmo takes no average_rounds"),
+        (lambda: rumor.DiLoCo(RING, rumor.Periodic(4), delay=1), "diloco takes no delay"),
+        (lambda: rumor.diloco(4, 0), "H must be a whole number >= 1, got H=0"),
+        (lambda: rumor.diloco(4, 4, outer_momentum=1.0), "0 <= outer_momentum < 1 and outer_lr > 0, got outer_momentum=1.0"),
+        (lambda: rumor.diloco(4, 4, outer_momentum=-0.1), "got outer_momentum=-0.1"),
+        (lambda: rumor.diloco(4, 4, outer_lr=0.0), "outer_lr > 0"),
+        (lambda: rumor.diloco(4, 4, outer_lr=math.inf), "outer_lr > 0"),
+        (lambda: rumor.diloco(4, rumor.Never(), bits=4), "bits=4 needs global averages"),
     ],
 )
 def test_a_method_that_cannot_be_is_refused(build: Callable[[], Any], says: str) -> None:

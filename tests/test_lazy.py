@@ -224,6 +224,6 @@ def resumed(rank: int, name: str) -> tuple[Tensor, Tensor]:
     return train(rank, "batchnorm", name, True), train(rank, "batchnorm", name, True, stop=4)
 
 
-@pytest.mark.parametrize("name", ["gossip_sgd one-peer", "gossip_pga", "slowmo"])
+@pytest.mark.parametrize("name", ["gossip_sgd one-peer", "gossip_pga", "gossip_pga by learning rate", "slowmo", "diloco"])
 def test_another_averager_goes_on(four: Cluster, name: str) -> None:
     assert all(torch.equal(whole, cut) for whole, cut in four.run(resumed, name))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rumor
 from tests.cluster import Cluster
-from tests.nodes import ALGORITHMS, IN_CODES, STEPS, averager_of, groups, links, train_here, train_there, wrapped
+from tests.nodes import ALGORITHMS, IN_CODES, STEPS, averager_of, groups, links, train_here, train_there, whole, wrapped
 from tests.problems import OPTIMIZERS, batches, loss_fn
 from tests.test_averager import Zoo
 
@@ -64,6 +64,25 @@ def test_parts_may_be_uneven_or_empty(six: Cluster, how: str, model: str) -> Non
         compare(six, 3, how, model, name)
     for name in ("gossip_aga", "osgp", "sgp"):  # their losses and weights must travel though a part is empty
         compare(six, 2, how, model, name)
+
+
+def periods_of(rank: int, size: int) -> tuple[list[int | None], list[Tensor]]:
+    """The period after each step, and the models after it, if every rank is given another learning rate."""
+    model = wrapped(nn.Linear(3, 2), "ddp", size)
+    n = dist.get_world_size() // size
+    averager = averager_of(model, rumor.gossip_pga(links(n), rumor.LearningRate(1, 9)), size)
+    periods, models = [], []
+    for k in range(16):
+        averager.step(lr=0.1 * 0.8 ** (k * (3 - rank)))
+        periods.append(averager.metrics.H)
+        models.append(whole(model))
+    return periods, models
+
+
+def test_ranks_with_different_learning_rates_agree_on_the_period(four: Cluster) -> None:
+    found = four.run(periods_of, 2)
+    assert all(periods == found[0][0] for periods, _ in found)
+    assert len(set(found[0][0])) > 1
 
 
 def zoo(rank: int, size: int, average: bool) -> None:

@@ -26,6 +26,11 @@ def lr(k: int) -> float:
     return 0.1 * 0.5 ** (k // 20)
 
 
+def warmed_up(k: int) -> float:
+    """With a warm-up, for periods that follow it."""
+    return lr(k) * min(1.0, (k + 1) / 8)
+
+
 CASES = {
     "parallel_sgd": (rumor.parallel_sgd(N), {}),
     "local_sgd": (rumor.local_sgd(N, 4), {"H": 4}),
@@ -49,6 +54,35 @@ CASES = {
     "gossip_aga delayed": (rumor.gossip_aga(PEER, 12, H_init=2, delay=1), {"warmup": 12, "H_init": 2, "delay": 1}),
     "gossip_aga H_init=1 delayed": (rumor.gossip_aga(RING, 3, H_init=1, delay=1), {"warmup": 3, "H_init": 1, "delay": 1}),
     "slowmo": (rumor.slowmo(RING, 4, momentum=0.6, slow_lr=0.8), {"H": 4, "momentum": 0.6, "slow_lr": 0.8}),
+    "slowmo by learning rate": (
+        rumor.slowmo(RING, rumor.LearningRate(3, 9), momentum=0.6),
+        {"H_min": 3, "H_max": 9, "momentum": 0.6},
+    ),
+    "gossip_pga by learning rate": (rumor.gossip_pga(PEER, rumor.LearningRate(3, 9)), {"H_min": 3, "H_max": 9}),
+    "gossip_pga by learning rate, power 2": (
+        rumor.gossip_pga(RING, rumor.LearningRate(2, 20, power=2)),
+        {"H_min": 2, "H_max": 20, "power": 2.0},
+    ),
+    "gossip_pga by learning rate delayed": (
+        rumor.gossip_pga(PEER, rumor.LearningRate(1, 20, power=1.5), delay=1),
+        {"H_min": 1, "H_max": 20, "power": 1.5, "delay": 1},
+    ),
+    "gossip_pga by learning rate by gossip delayed": (
+        rumor.gossip_pga(RING, rumor.LearningRate(3, 9), average_rounds=2, delay=1),
+        {"H_min": 3, "H_max": 9, "average_rounds": 2, "delay": 1},
+    ),
+    "gossip_pga by learning rate 4 bits": (
+        rumor.gossip_pga(RING, rumor.LearningRate(3, 20), bits=4),
+        {"H_min": 3, "H_max": 20, "bits": 4},
+    ),
+    "local_sgd by learning rate": (rumor.local_sgd(N, rumor.LearningRate(3, 20)), {"H_min": 3, "H_max": 20}),
+    "diloco": (rumor.diloco(N, 4), {"H": 4}),
+    "diloco gossip": (
+        rumor.diloco(N, 4, 0.8, 0.5, topology=PEER),
+        {"H": 4, "outer_lr": 0.8, "outer_momentum": 0.5},
+    ),
+    "diloco gossip 4 bits": (rumor.diloco(N, 4, topology=RING, bits=4), {"H": 4, "bits": 4}),
+    "diloco by learning rate": (rumor.diloco(N, rumor.LearningRate(3, 9)), {"H_min": 3, "H_max": 9}),
     "parallel_sgd 4 bits": (rumor.parallel_sgd(N, bits=4), {"bits": 4}),
     "local_sgd 8 bits": (rumor.local_sgd(N, 4, bits=8), {"H": 4, "bits": 8}),
     "gossip_sgd 16 bits": (rumor.gossip_sgd(RING, bits=16), {"bits": 16}),
@@ -81,17 +115,18 @@ def test_algorithm_equals_the_oracle(name: str, nesterov: float) -> None:
     topology = algorithm.topology
     Ws = [topology.W(k).numpy() for k in range(topology.period)]
     x0 = np.linspace(-1, 1, D)
-    expected = oracle(name.split()[0], Ws, gradient, x0, lr, STEPS, nesterov=nesterov, **options)
+    rate = warmed_up if "H_min" in options else lr
+    expected = oracle(name.split()[0], Ws, gradient, x0, rate, STEPS, nesterov=nesterov, **options)
 
     sim = rumor.Simulator(Point(torch.from_numpy(x0)), algorithm)
     opt = torch.optim.SGD(sim.parameters(), lr=1.0, momentum=nesterov, nesterov=nesterov > 0)
     for k in range(STEPS):
-        opt.param_groups[0]["lr"] = lr(k)
+        opt.param_groups[0]["lr"] = rate(k)
         losses = sim(loss_fn, torch.from_numpy(A[k]), torch.from_numpy(B[k]))
         losses.sum().backward()
         opt.step()
         opt.zero_grad()
-        sim.step(losses, lr=lr(k))
+        sim.step(losses, lr=rate(k))
         assert np.abs(losses.detach().numpy() - expected.losses[k]).max() < 1e-9
         assert np.abs(sim.X.numpy() - expected.X[k + 1]).max() < 1e-10, f"step {k}"
         assert expected.periods[k] == sim.metrics.H, f"step {k}"
@@ -102,3 +137,6 @@ def test_the_cases_exercise_what_they_claim() -> None:
     assert np.abs(weights[-1] - weights[-1].mean()).max() > 0.05, "push-sum weights must differ between nodes"
     periods = oracle("gossip_aga", [RING.W().numpy()], gradient, np.linspace(-1, 1, D), lr, STEPS, **CASES["gossip_aga"][1]).periods
     assert len(set(periods)) > 1, "the period must adapt"
+    options = CASES["gossip_pga by learning rate"][1]
+    periods = oracle("gossip_pga", [RING.W().numpy()], gradient, np.zeros(D), warmed_up, STEPS, **options).periods
+    assert set(periods) == {3, 6, 9}, "the period must follow the learning rate"

@@ -49,6 +49,21 @@ def test_slowmo_without_momentum_is_gossip_pga() -> None:
     same(rumor.slowmo(RING, 4, momentum=0.0, slow_lr=1.0), rumor.gossip_pga(RING, 4), tolerance=1e-13)
 
 
+def test_diloco_without_momentum_is_local_sgd_or_gossip_pga() -> None:
+    same(rumor.diloco(N, 4, outer_lr=1.0, outer_momentum=0.0), rumor.local_sgd(N, 4))
+    same(rumor.diloco(N, 4, outer_lr=1.0, outer_momentum=0.0, topology=RING), rumor.gossip_pga(RING, 4))
+
+
+def test_a_schedule_as_H_is_the_method_of_that_schedule() -> None:
+    assert rumor.gossip_pga(RING, H=rumor.Adaptive(9, 2, 8)) == rumor.gossip_aga(RING, 9, 2, 8)
+    assert rumor.gossip_pga(RING, H=rumor.Periodic(4)) == rumor.gossip_pga(RING, 4)
+    assert rumor.gossip_pga(RING, H=rumor.Never()) == rumor.gossip_sgd(RING)
+
+
+def test_a_period_of_one_length_does_not_follow_the_learning_rate() -> None:
+    same(rumor.gossip_pga(RING, H=rumor.LearningRate(4, 4)), rumor.gossip_pga(RING, 4))
+
+
 def test_sgp_on_doubly_stochastic_W_is_gossip_sgd() -> None:
     same(rumor.osgp(RING, delay=0), rumor.gossip_sgd(RING), tolerance=1e-12)
 

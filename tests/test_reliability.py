@@ -326,8 +326,8 @@ def rescued(rank: int, name: str, bad_nodes: tuple[int, ...]) -> tuple[list[bool
     return finite, float(flat(model).double().sum()), averager.metrics.rescues, averager.steps
 
 
-RESCUED = ["gossip_sgd", "gossip_pga", "gossip_pga delayed", "gossip_aga", "parallel_sgd", "slowmo", "osgp"]
-RESCUED += ["gossip_pga 4 bits", "gossip_pga 4 bits delayed", "parallel_sgd 4 bits"]
+RESCUED = ["gossip_sgd", "gossip_pga", "gossip_pga delayed", "gossip_aga", "parallel_sgd", "slowmo", "diloco", "osgp"]
+RESCUED += ["gossip_pga by learning rate", "gossip_pga 4 bits", "gossip_pga 4 bits delayed", "parallel_sgd 4 bits"]
 
 
 @pytest.mark.parametrize("name", RESCUED)

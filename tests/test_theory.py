@@ -56,6 +56,7 @@ def test_corollary_1_counts_with_the_longest_period() -> None:
     ring = rumor.ring(20)
     longest = theory.mixing(rumor.gossip_pga(ring, 64))
     assert theory.mixing(rumor.gossip_aga(ring, warmup=100, H_init=4, H_max=64)) == longest
+    assert theory.mixing(rumor.gossip_pga(ring, H=rumor.LearningRate(4, 64))) == longest
     assert theory.time_varying_mixing(ring, [4, 7, 64, 32]) == longest
     assert pytest.approx(sum(ring.beta**k for k in range(64))) == longest.C  # up to H_max - 1
 
@@ -148,6 +149,7 @@ def test_ten_thousand_nodes_are_quick() -> None:
     "algorithm",
     [
         rumor.slowmo(rumor.ring(4), 4),
+        rumor.diloco(4, 4),
         rumor.osgp(rumor.ring(4)),
         rumor.gossip_pga(rumor.ring(4), 4, delay=1),
         rumor.gossip_pga(rumor.ring(4), 4, average_rounds=2),

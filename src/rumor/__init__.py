@@ -6,9 +6,22 @@ import torch
 
 from rumor import cost, theory
 from rumor.engines import Stacked
-from rumor.methods import GossipPGA, PushSum, SlowMo, gossip_aga, gossip_pga, gossip_sgd, local_sgd, osgp, parallel_sgd, slowmo
+from rumor.methods import (
+    DiLoCo,
+    GossipPGA,
+    PushSum,
+    SlowMo,
+    diloco,
+    gossip_aga,
+    gossip_pga,
+    gossip_sgd,
+    local_sgd,
+    osgp,
+    parallel_sgd,
+    slowmo,
+)
 from rumor.metrics import Metrics
-from rumor.schedule import Adaptive, Never, Periodic
+from rumor.schedule import Adaptive, LearningRate, Never, Periodic
 from rumor.simulator import Simulator
 from rumor.topology import (
     Topology,
@@ -46,7 +59,9 @@ else:
 __all__ = [
     "Adaptive",
     "Averager",
+    "DiLoCo",
     "GossipPGA",
+    "LearningRate",
     "Metrics",
     "Never",
     "Periodic",
@@ -61,6 +76,7 @@ __all__ = [
     "cost",
     "ddp_hook",
     "ddp_hook_state",
+    "diloco",
     "exponential",
     "from_digraph",
     "from_matrices",

@@ -216,7 +216,7 @@ class Simulator:
 
     @torch.no_grad()
     def step(self, losses: Tensor | None = None, lr: float | None = None) -> None:
-        """Mix the models. Call it once per optimizer step. Gossip-AGA needs the `losses` [n], SlowMo the learning rate."""
+        """Mix the models. Call it once per optimizer step. Gossip-AGA needs the `losses` [n], SlowMo and LearningRate the learning rate."""
         if any(leaf.requires_grad for leaf in self._frozen):
             raise RuntimeError("a parameter that was frozen when the Simulator was built now trains: build the Simulator after unfreezing")
         if losses is not None and losses.shape != (self.n,):

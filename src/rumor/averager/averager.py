@@ -131,7 +131,8 @@ class Averager:
 
         Args:
             loss: this rank's loss of this step; Gossip-AGA needs it, other methods ignore it.
-            lr: the current learning rate; SlowMo needs it, other methods ignore it. That of `optimizer=` if None.
+            lr: the learning rate of this step; SlowMo and `rumor.LearningRate` need it, other methods ignore it. That of `optimizer=` if
+                None.
         """
         self.refuse_inside_averaged("step()")
         if lr is None and self._optimizer is not None and self.replica.runner.algorithm.needs_lr:

@@ -44,6 +44,7 @@ class Replica:
         """Take over the model of rank 0, and get ready for the first step. A collective."""
         self.engine, self.node = engine, node
         self._needs_loss, self._has_local_group = algorithm.needs_loss, engine.local is not None
+        self._averages_lr = self._has_local_group and algorithm.schedule.signal == "lr"
         with ordinary_tensors():
             node.broadcast([*self.model.parameters(), *self.model.buffers()])
             self._shard, self._buffer_shard = node.shard(self._trained.tensors()), node.shard(self._buffers.tensors())
@@ -73,6 +74,8 @@ class Replica:
     def begin(self, loss: Tensor | float | None, lr: float | None) -> Step:
         """Decide the coming step and send what it sends. The step before must have ended."""
         step = self.runner.decide(self._as_scalar(loss), lr)
+        if self._averages_lr and step.lr is not None:  # the ranks of a node must agree on the period, too
+            step = step._replace(lr=float(self.node.mean(torch.tensor([step.lr], dtype=torch.float64))))
         self.check_tensors(all_of_them=step.kind == "global")
         self.runner.begin(step)
         return step

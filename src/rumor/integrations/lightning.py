@@ -122,7 +122,7 @@ class RumorCallback(Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         """Notes that there is an optimizer step. Lightning also calls this if GradScaler skips the step, so all nodes agree."""
-        self._lr = float(optimizer.param_groups[0]["lr"])  # for SlowMo, before the scheduler changes it
+        self._lr = float(optimizer.param_groups[0]["lr"])  # for methods that need it, before the scheduler changes it
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Averages the models if this batch ended with an optimizer step."""

@@ -4,6 +4,7 @@ To write your own, subclass `Algorithm` (docs/extending.md has an example).
 """
 
 from rumor.methods.algorithm import Algorithm, Builder, InFlight, Kind, Nodes, State, Step, average, wait_for
+from rumor.methods.diloco import DiLoCo, diloco
 from rumor.methods.gossip_pga import GossipPGA, gossip_aga, gossip_pga, gossip_sgd, local_sgd, parallel_sgd
 from rumor.methods.push_sum import PushSum, osgp
 from rumor.methods.slow_momentum import SlowMo, slowmo
@@ -11,6 +12,7 @@ from rumor.methods.slow_momentum import SlowMo, slowmo
 __all__ = [
     "Algorithm",
     "Builder",
+    "DiLoCo",
     "GossipPGA",
     "InFlight",
     "Kind",
@@ -20,6 +22,7 @@ __all__ = [
     "State",
     "Step",
     "average",
+    "diloco",
     "gossip_aga",
     "gossip_pga",
     "gossip_sgd",

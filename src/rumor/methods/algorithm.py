@@ -76,14 +76,14 @@ class InFlight:
         sent: the buckets that were sent.
         pending: what will come of them, by bucket.
         buffers: the averages of the float buffers, at a global round.
-        loss: the message whose scalars are the average loss, at a global round.
+        signal: the message whose scalars are the average of what the schedule follows (the loss, the learning rate), at a global round.
         relayed: whether received models are sent on (average_rounds).
     """
 
     sent: list[Buffer] = field(default_factory=list)
     pending: list[Pending] = field(default_factory=list)
     buffers: list[Pending] = field(default_factory=list)
-    loss: Pending | None = None
+    signal: Pending | None = None
     relayed: bool = False
 
 
@@ -242,6 +242,15 @@ def describe(algorithm: Algorithm) -> str:
     return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(algorithm))
 
 
+def as_number(lr: object, needed_by: object) -> float:
+    """Return a learning rate as schedulers and optimizers have it (it may be a tensor) as a float."""
+    try:
+        return float(lr)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several numbers
+        call = "step(loss, lr=scheduler.get_last_lr()[0]), before scheduler.step()"
+        raise ValueError(f"{needed_by} needs the current learning rate: call {call}; got lr={lr!r}") from None
+
+
 def check_algorithm(algorithm: object) -> None:
     if not isinstance(algorithm, Algorithm):
         raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {algorithm!r}")
@@ -250,7 +259,7 @@ def check_algorithm(algorithm: object) -> None:
 def _how_to_fit(topology: Topology, n: int) -> str:
     how = topology.name.split("(")[0]
     if how == "isolated":
-        return "use local_sgd(H=...), which fits any number of nodes"
+        return "use local_sgd(H=...) or diloco(H=...), which fit any number of nodes"
     if how == "complete":
         return f"use parallel_sgd(), which fits any number of nodes, or complete({n})"
     if "<" in topology.name:
@@ -264,7 +273,7 @@ def _how_to_fit(topology: Topology, n: int) -> str:
 def wait_for(in_flight: InFlight | None, or_fail: bool = True) -> None:
     """Wait for all messages. With or_fail=False, ignore models that are not finite, because nobody will use them."""
     if in_flight is not None:
-        for message in (*in_flight.pending, *in_flight.buffers, *([in_flight.loss] if in_flight.loss else [])):
+        for message in (*in_flight.pending, *in_flight.buffers, *([in_flight.signal] if in_flight.signal else [])):
             with nullcontext() if or_fail else suppress(FloatingPointError):
                 message.wait()
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from rumor.engines import Buckets, Buffer, Engine, Lerp, Pending, gossip_all
 from rumor.engines.codes import WIDTHS
 from rumor.engines.engine import accumulator
-from rumor.methods.algorithm import Algorithm, Builder, InFlight, Nodes, State, Step, topology_or_builder
-from rumor.schedule import Adaptive, Never, Periodic, Schedule, check_whole
+from rumor.methods.algorithm import Algorithm, Builder, InFlight, Nodes, State, Step, as_number, topology_or_builder
+from rumor.schedule import Adaptive, Never, Periodic, Schedule, check_whole, schedule_of
 from rumor.topology import Topology, complete, isolated
 
 
@@ -74,13 +74,19 @@ class GossipPGA(Algorithm):
 
     @property
     def needs_loss(self) -> bool:
-        return self.schedule.needs_loss
+        return self.schedule.signal == "loss"
+
+    @property
+    def needs_lr(self) -> bool:
+        return self.schedule.signal == "lr"
 
     def decide(self, state: State, loss: Tensor | None = None, lr: float | None = None) -> Step:
-        if not self.schedule.needs_loss:
+        if self.schedule.signal != "loss":
             loss = None
         elif loss is None:
             raise ValueError("Gossip-AGA adapts its period to the loss: call step(loss) with this step's loss")
+        if self.schedule.signal == "lr":
+            lr = as_number(lr, self.schedule)
         return Step(state.schedule.k, self.kind(state), loss, lr)
 
     def begin(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
@@ -90,7 +96,7 @@ class GossipPGA(Algorithm):
         return self.receive_then_send(step, nodes, state)
 
     def receive_then_send(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
-        """Use the messages that were sent a step ago, then send those of the coming step, with the loss of this one."""
+        """Use the messages that were sent a step ago, then send those of the coming step, with the loss or learning rate of this one."""
         yield from self.receive(step, nodes, state)
         state.in_flight = self.send(self.decide(state, step.loss, step.lr), nodes, state)
 
@@ -105,25 +111,32 @@ class GossipPGA(Algorithm):
         return state
 
     def send(self, step: Step, nodes: Nodes, state: State) -> InFlight | None:
-        """Send the model, and the optimizer's state if it takes part; at a global round also the buffers and the loss."""
+        """Send the model, and the optimizer's state if it takes part; at a global round also the buffers and the schedule's signal."""
         if step.kind == "none":
             return None
         x, buffers, engine = nodes.mixed_in(step.kind), nodes.buffers, nodes.engine
         model = (self._read(x, b) if self.bits == 32 else self._difference(x, engine, b, state) for b in range(len(x)))
         if step.kind == "gossip":
             return InFlight(*gossip_all(engine, model, self.topology, step.k, self.bits))
+        signal = self._signal(step, engine)
         if self.average_rounds is None:
             sent = list(model)
             left_out = state.buckets.get("left_out", ())
-            flight = InFlight(sent, engine.mean(sent, step.k, step.loss, bits=self.bits, left_out=left_out))
-            flight.loss = flight.pending[0] if step.loss is not None else None
+            flight = InFlight(sent, engine.mean(sent, step.k, signal, bits=self.bits, left_out=left_out))
+            flight.signal = flight.pending[0] if signal is not None else None
         else:
             flight = InFlight(*gossip_all(engine, model, self.topology, step.k, self.bits), relayed=True)
-            if step.loss is not None:  # averaged by all: by gossip each node would get another loss, and another period
-                flight.loss = engine.mean([torch.zeros_like(step.loss)], step.k, step.loss)[0]
+            if signal is not None:  # averaged by all: by gossip each node would get another number, and another period
+                flight.signal = engine.mean([torch.zeros_like(signal)], step.k, signal)[0]
         if len(buffers):
             flight.buffers = engine.mean([self._read(buffers, b) for b in range(len(buffers))], step.k, finite_check=buffers.finite_check)
         return flight
+
+    def _signal(self, step: Step, engine: Engine) -> Tensor | None:
+        """Return what the schedule follows, [*nodes, 1] in float64. All nodes use its average, so they agree on the period."""
+        if self.schedule.signal == "lr" and step.lr is not None:
+            return engine.full(step.lr)
+        return step.loss
 
     def _read(self, x: Buckets, b: int) -> Buffer:
         """Read what is to be sent. With delay=1 it is a copy: the next step changes model and buffers while messages travel."""
@@ -143,9 +156,9 @@ class GossipPGA(Algorithm):
 
     def receive(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
         """Mix what arrives into the model. The first delayed step has nothing to wait for: all nodes start alike, so M_0 x^(0) = x^(0)."""
-        flight, loss = state.in_flight, None
+        flight, signal = state.in_flight, None
         if flight is not None:
-            loss = _one_number(flight.loss.wait().scalars) if flight.loss else None
+            signal = _one_number(flight.signal.wait().scalars) if flight.signal else None
             pending = self.relay(step, nodes, state, flight) if flight.relayed else flight.pending
             for b, message in enumerate(pending):
                 self.write(step, nodes, b, message, flight, state)
@@ -153,7 +166,7 @@ class GossipPGA(Algorithm):
             for b, message in enumerate(flight.buffers):
                 nodes.buffers.write(b, message.wait().x)
         state.in_flight = None  # only now: if a message reports a model that is not finite, the others are still in flight
-        state.schedule = self.schedule.next(state.schedule, loss)
+        state.schedule = self.schedule.next(state.schedule, signal)
 
     def write(self, step: Step, nodes: Nodes, b: int, message: Pending, flight: InFlight, state: State) -> None:
         """Write what has arrived into bucket b: a mixed model, or a mixed difference to x_ref if messages are codes."""
@@ -201,12 +214,11 @@ class GossipPGA(Algorithm):
         return pending
 
 
-def _one_number(loss: Tensor) -> float:
-    if loss.numel() != 1:
-        raise ValueError(
-            f"Gossip-AGA adapts its period to the loss, and {loss.numel()} trials have {loss.numel()} losses: run the trials one by one"
-        )
-    return float(loss)
+def _one_number(signal: Tensor) -> float:
+    if signal.numel() != 1:  # losses: the learning rate is one number for all trials
+        trials = signal.numel()
+        raise ValueError(f"Gossip-AGA adapts its period to the loss, and {trials} trials have {trials} losses: run the trials one by one")
+    return float(signal)
 
 
 def parallel_sgd(n: int | None = None, *, bits: int = 32) -> GossipPGA:
@@ -219,17 +231,17 @@ def parallel_sgd(n: int | None = None, *, bits: int = 32) -> GossipPGA:
     return GossipPGA(_sized(complete, n), Periodic(1), bits=bits)
 
 
-def local_sgd(n: int | None = None, H: int | None = None, *, bits: int = 32) -> GossipPGA:
+def local_sgd(n: int | None = None, H: int | Schedule | None = None, *, bits: int = 32) -> GossipPGA:
     """No gossip, and a global average every H steps: W = I.
 
     Args:
         n: the number of nodes; if None, that of the Averager or the Simulator.
-        H: the period, in steps. It is required: `local_sgd(H=6)` or `local_sgd(n, 6)`.
+        H: the period, in steps, or a schedule. It is required: `local_sgd(H=6)` or `local_sgd(n, 6)`.
         bits: as in `gossip_pga`.
     """
     if H is None:
         raise ValueError(f"local_sgd needs the period H, in steps: local_sgd(H={6 if n is None else n}), or local_sgd(n, H) for n nodes")
-    return GossipPGA(_sized(isolated, n), Periodic(H), bits=bits)
+    return GossipPGA(_sized(isolated, n), schedule_of(H), bits=bits)
 
 
 def gossip_sgd(topology: Topology | Builder, *, delay: int = 0, average_rounds: int | None = None, bits: int = 32) -> GossipPGA:
@@ -237,12 +249,14 @@ def gossip_sgd(topology: Topology | Builder, *, delay: int = 0, average_rounds: 
     return GossipPGA(topology_or_builder(topology), Never(), delay, average_rounds, bits)
 
 
-def gossip_pga(topology: Topology | Builder, H: int, *, delay: int = 0, average_rounds: int | None = None, bits: int = 32) -> GossipPGA:
+def gossip_pga(
+    topology: Topology | Builder, H: int | Schedule, *, delay: int = 0, average_rounds: int | None = None, bits: int = 32
+) -> GossipPGA:
     """Gossip-PGA (Algorithm 1): gossip, and a global average every H steps.
 
     Args:
         topology: who talks to whom, or a builder such as `rumor.ring` for as many nodes as there are.
-        H: the period of global averages, in steps.
+        H: the period of global averages, in steps; or a schedule, such as `rumor.LearningRate(3, 24)`, whose period changes.
         delay: 1 if messages travel while the next step computes.
         average_rounds: m replaces the all-reduce of a global average by m gossip steps.
         bits: 16, 8 or 4 make messages 2, 4 or 8 times smaller. Nodes then send differences to the last global average, and keep what
@@ -253,8 +267,10 @@ def gossip_pga(topology: Topology | Builder, H: int, *, delay: int = 0, average_
     GossipPGA(topology=ring(8), schedule=Periodic(H=6), delay=0, average_rounds=None)
     >>> rumor.gossip_pga(rumor.ring, H=6).bind(8) == rumor.gossip_pga(rumor.ring(8), H=6)
     True
+    >>> rumor.gossip_pga(rumor.ring, H=rumor.LearningRate(3, 24)).schedule
+    LearningRate(H_min=3, H_max=24, power=1.0)
     """
-    return GossipPGA(topology_or_builder(topology), Periodic(H), delay, average_rounds, bits)
+    return GossipPGA(topology_or_builder(topology), schedule_of(H), delay, average_rounds, bits)
 
 
 def gossip_aga(

@@ -62,7 +62,7 @@ def _saved_messages(in_flight: InFlight, nodes: Nodes) -> dict[str, Any]:
         "has_state": has_state,
         "pending": _saved_lerps(in_flight.pending, model, sent) if interpolates else _saved_results(in_flight.pending, model),
         "buffers": _saved_results(in_flight.buffers, buffers) if in_flight.buffers else None,
-        "loss": in_flight.loss.wait().scalars.clone() if in_flight.loss else None,
+        "loss": in_flight.signal.wait().scalars.clone() if in_flight.signal else None,  # the name in this format, also of a learning rate
     }
 
 
@@ -73,7 +73,7 @@ def _restored_messages(saved: dict[str, Any], nodes: Nodes) -> InFlight:
         sent=[Buffer(part) for part in sent],
         pending=_arrived(saved["pending"], model),
         buffers=_arrived(saved["buffers"], buffers) if saved["buffers"] is not None else [],
-        loss=None if saved["loss"] is None else Arrived(Mixed(saved["loss"], saved["loss"])),
+        signal=None if saved["loss"] is None else Arrived(Mixed(saved["loss"], saved["loss"])),
         relayed=saved["relayed"],
     )
 

@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from rumor.methods import Algorithm, GossipPGA
-from rumor.schedule import Adaptive, Never, Periodic
+from rumor.schedule import Adaptive, LearningRate, Never, Periodic
 from rumor.topology import Topology
 from rumor.topology.matrix import Array, Circulant, dense
 from rumor.topology.spectrum import distance_to_average
@@ -136,8 +136,8 @@ def mixing(algorithm: Algorithm | Mixing) -> Mixing:
         C = sum_{l<H} c(l),    D = min{H, sum_l c(l)},    beta = c(1)
 
     If c(l) = beta^l, these are C_beta and D_beta. (The proof of Lemma 2 needs ||sum_l W^l g_l||^2 <= beta^2 D sum_l beta^(l-1) ||g_l||^2,
-    and Cauchy-Schwarz proves it for any weights c(l) <= c(1) c(l-1).) Gossip-AGA is treated as if it used its longest period all the
-    time (Corollary 1).
+    and Cauchy-Schwarz proves it for any weights c(l) <= c(1) c(l-1).) A period that changes (Gossip-AGA,
+    `rumor.LearningRate`) is treated as if it had its longest value all the time (Corollary 1).
 
     >>> import rumor
     >>> mixing(rumor.local_sgd(8, H=4))
@@ -182,7 +182,7 @@ def _longest_period(schedule: object) -> float:
         return math.inf
     if isinstance(schedule, Periodic):
         return schedule.H
-    if isinstance(schedule, Adaptive):
+    if isinstance(schedule, Adaptive | LearningRate):
         return schedule.H_max
     raise ValueError(f"the longest period of {schedule!r} is unknown: use time_varying_mixing(topology, periods)")
 
