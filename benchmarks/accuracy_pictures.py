@@ -24,10 +24,10 @@ LOOKS = {
     "DDP": (BLACK, "-", "Parallel SGD (DDP)"),
     "Local SGD": (ORANGE, (0, (1, 1)), "Local SGD"),
     "Gossip SGD": (VERMILION, (0, (5, 2)), "Gossip SGD"),
-    "Gossip SGD, delay=1": (PURPLE, (0, (3, 1, 1, 1)), "Gossip SGD, delay=1"),
     "Gossip-PGA": (SKY, (0, (4, 1)), "Gossip-PGA"),
-    "Gossip-PGA, delay=1": (BLUE, "-", "Gossip-PGA, delay=1"),
-    "Gossip-AGA, delay=1": (GREEN, (0, (7, 2, 1, 2)), "Gossip-AGA, delay=1"),
+    "Gossip-PGA, delay=1": (PURPLE, (0, (3, 1, 1, 1)), "Gossip-PGA, delay=1"),
+    "Gossip-PGA, 4 bits": (BLUE, "-", "Gossip-PGA, 4 bits"),
+    "DDP, 4 bits": (GREEN, (0, (7, 2, 1, 2)), "DDP, 4 bits"),
     "DDP, bf16 hook": ("grey", (0, (2, 1)), "DDP, bf16 hook"),
 }
 UNSHAPED = 8e9  # bits/s at which the curve shows a link without a rate

@@ -23,32 +23,28 @@ PAPER = (  # its Table 17, ms: without communication, with all-reduce, with goss
     ("paper, BERT", 445.0, 1913.8, 1011.5),
 )
 NOT_YET = "*Not measured yet.*"
-GOSSIP = ("Gossip SGD", "Gossip-PGA")
-DELAYED = tuple(f"{name}, delay=1" for name in GOSSIP)
+TIMED = ("Gossip SGD", "Gossip-PGA", "Gossip-PGA, 4 bits")
 NAMES = {reached.PARALLEL: "Parallel SGD (DDP)", "Parallel SGD": "Parallel SGD (Rumor)"}
 
 
 def iteration(results: Results) -> str:
-    """The paper's Table 17 and ours, without and with delay=1: ms of a step, and in brackets the time beyond computing."""
-    papers = []
+    """The paper's Table 17 and ours: ms of a step, and in brackets the time beyond computing."""
+    rows = []
     for name, alone, all_reduce, gossip in PAPER:
-        cells = [_beyond(all_reduce, alone), _beyond(gossip, alone), "-"]
-        papers.append(_iteration_row("ms a step", name, (all_reduce - alone) / alone, alone, cells))
-    found: list[list[tables.Row]] = []
-    for title, methods, rows in (("ms a step", GOSSIP, papers), ("ms a step, delay=1", DELAYED, [])):
-        for timing in results["ratios"]:
-            ms = {name: 1e3 * spread["median"] for name, spread in timing["seconds"].items()}
-            alone = ms["computing alone"]
-            cells = [_beyond(ms[name], alone) for name in (reached.best_ddp(timing["seconds"]), *methods)]
-            where = f"{timing['hosts']} hosts, {shown(timing['rate'])}"
-            rows.append(_iteration_row(title, where, ms["all-reduce alone"] / alone, alone, cells))
-        found.append(rows)
-    return "\n\n".join(tables.as_text(rows) for rows in found if rows)
+        rows.append(
+            _iteration_row(name, (all_reduce - alone) / alone, alone, [_beyond(all_reduce, alone), _beyond(gossip, alone), "-", "-"])
+        )
+    for timing in results["ratios"]:
+        ms = {name: 1e3 * spread["median"] for name, spread in timing["seconds"].items()}
+        alone = ms["computing alone"]
+        cells = [_beyond(ms[name], alone) for name in (reached.best_ddp(timing["seconds"]), *TIMED)]
+        rows.append(_iteration_row(f"{timing['hosts']} hosts, {shown(timing['rate'])}", ms["all-reduce alone"] / alone, alone, cells))
+    return tables.as_text(rows)
 
 
-def _iteration_row(title: str, name: str, ratio: float, alone: float, cells: list[str]) -> tables.Row:
-    head = ("DDP", *GOSSIP)
-    return {title: name, "all-reduce / computing": f"{ratio:.1f}", "computing": f"{alone:.0f}", **dict(zip(head, cells, strict=True))}
+def _iteration_row(name: str, ratio: float, alone: float, cells: list[str]) -> tables.Row:
+    head = ("DDP", *TIMED)
+    return {"ms a step": name, "all-reduce / computing": f"{ratio:.1f}", "computing": f"{alone:.0f}", **dict(zip(head, cells, strict=True))}
 
 
 def _beyond(ms: float, alone: float) -> str:

@@ -51,7 +51,7 @@ SECONDS = {
     "all-reduce alone": {"median": 0.19},
     "DDP, bucket_cap_mb=1": {"median": 0.4},
     "DDP, bucket_cap_mb=4": {"median": 0.3},
-    **{name: {"median": 0.2} for name in ("Gossip SGD", "Gossip SGD, delay=1", "Gossip-PGA", "Gossip-PGA, delay=1")},
+    **{name: {"median": 0.2} for name in ("Gossip SGD", "Gossip-PGA", "Gossip-PGA, delay=1", "Gossip-PGA, 4 bits")},
 }
 
 

@@ -1,0 +1,172 @@
+"""AdamW on a GPT: which methods that average models come close to DDP, and with how many bytes?
+
+Each node's second moment is that of its own noisy gradient, so at one learning rate its steps are shorter than DDP's. Expect methods that
+average models to need a higher learning rate than DDP, and averaged moments to help. All nodes are simulated in one process, and DDP
+itself is a step with the mean gradient of all nodes.
+
+    python experiments/adamw.py --data FOLDER                                   # FOLDER/enwik8; all methods at all learning rates
+    python experiments/adamw.py --data FOLDER --methods DDP Gossip-PGA --lr 0.001 0.002 --seeds 3
+    python experiments/adamw.py --data FOLDER --nodes 32 --width 256 --layers 4 --batch 32 --length 128      # on a GPU
+
+Every finished run is a row of --out and is not run again, so you can stop the command at any time and start it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from tqdm import tqdm
+
+import rumor
+from logistic.tables import Row, as_text
+from networks.command import above_zero, at_least_one
+from networks.engines import device_name
+from rumor.methods import Algorithm
+from rumor.model.optimizer_state import AverageState
+from text.gpt import EVALUATED, GPT, check_text, held_out_loss, last_start, load_text, loss_of, lr_at, read, sequences, write
+
+RESULTS = Path(__file__).parent / "results" / "adamw.csv"
+KEY = ("method", "lr", "seed", "nodes", "steps", "batch", "length", "width", "layers")
+COLUMNS = (*KEY, "loss", "megabytes", "seconds", "device")
+H, BITS, CLIP = 6, 4, 1.0
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+
+
+class Method(NamedTuple):
+    """How the nodes of a run work together.
+
+    Attributes:
+        build: the method for n nodes.
+        state: how the optimizer's state is averaged.
+        averages_gradients: whether all nodes take the mean gradient, as in DDP.
+    """
+
+    build: Callable[[int], Algorithm]
+    state: AverageState | None = None
+    averages_gradients: bool = False
+
+
+def pga(n: int) -> Algorithm:
+    return rumor.gossip_pga(rumor.one_peer_exponential(n), H, bits=BITS)
+
+
+METHODS: dict[str, Method] = {
+    "DDP": Method(lambda n: rumor.local_sgd(n, 2**30), averages_gradients=True),
+    "Parallel SGD": Method(lambda n: rumor.parallel_sgd(n, bits=BITS)),
+    "Local SGD": Method(lambda n: rumor.local_sgd(n, H, bits=BITS)),
+    "Gossip-PGA": Method(pga),
+    "Gossip-PGA, state at global rounds": Method(pga, "global"),
+    "Gossip-PGA, state always": Method(pga, "always"),
+    "Parallel SGD, state always": Method(lambda n: rumor.parallel_sgd(n, bits=BITS), "always"),
+    "DiLoCo": Method(lambda n: rumor.diloco(n, 4 * H, bits=BITS)),
+}
+
+
+def clip(leaves: list[Tensor]) -> None:
+    """Scales each node's gradients [n, ...] to a norm of at most CLIP."""
+    grads = [leaf.grad for leaf in leaves if leaf.grad is not None]
+    norm = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0).sqrt()  # [n]
+    factor = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))
+
+
+def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Namespace) -> tuple[float, float, float]:
+    """Trains one run. Returns the held-out loss of the mean model, the megabytes that a node has sent, and the seconds."""
+    torch.manual_seed(seed)
+    n, method = options.nodes, METHODS[name]
+    model = GPT(options.length, options.width, options.layers).to(text.device)
+    sim = rumor.Simulator(model, method.build(n))
+    leaves = list(sim.parameters())
+    opt = torch.optim.AdamW(leaves, lr=lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    if method.state is not None:
+        sim.average_state(opt, method.state)
+    draw = torch.Generator().manual_seed(1_000 + seed)
+    last, began = last_start(text, options.length), time.perf_counter()
+    for step in tqdm(range(options.steps), desc=f"{name}, lr {lr:g}, seed {seed}", leave=False, disable=None):
+        for group in opt.param_groups:
+            group["lr"] = lr_at(step, options.steps, lr)
+        starts = torch.randint(last, (n, options.batch), generator=draw)
+        with sdpa_kernel(SDPBackend.MATH):  # vmap would run the others node by node
+            losses = sim(loss_of, sequences(text, starts.to(text.device), options.length))
+        losses.sum().backward()
+        if method.averages_gradients:
+            for leaf in leaves:
+                leaf.grad = leaf.grad.mean(0, keepdim=True).expand_as(leaf).contiguous()  # type: ignore[union-attr]
+        clip(leaves)
+        opt.step()
+        opt.zero_grad()
+        sim.step(losses)
+    numbers = sum(leaf[0].numel() for leaf in leaves)
+    sent = 4 * numbers * 2 * (n - 1) / n * options.steps if method.averages_gradients else sim.metrics.bytes_sent
+    return held_out_loss(sim.mean_model(), text, options.evaluated), sent / 1e6, time.perf_counter() - began  # type: ignore[arg-type]
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """For each method the held-out loss at each learning rate, and at its best one the difference to DDP's best and the bytes."""
+    rates = sorted({float(row["lr"]) for row in rows})
+    losses = {(row["method"], float(row["lr"])): [] for row in rows}  # type: dict[tuple[str, float], list[float]]
+    for row in rows:
+        losses[row["method"], float(row["lr"])].append(float(row["loss"]))
+    sent = {row["method"]: float(row["megabytes"]) for row in rows}
+    means = {key: float(np.mean(values)) for key, values in losses.items()}
+    best = {method: min(loss for (own, _), loss in means.items() if own == method) for method in sent}
+    shown: list[Row] = []
+    for method in sent:
+        cells = {f"lr {lr:g}": f"{means[method, lr]:.3f}" if (method, lr) in means else "" for lr in rates}
+        away = f"{best[method] - best['DDP']:+.3f}" if "DDP" in best else "-"
+        share = f"1/{sent['DDP'] / sent[method]:.1f}" if "DDP" in sent and sent[method] else "-"
+        shown.append({"method": method, **cells, "best - DDP's best": away, "bytes": share})
+    return as_text(shown)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True, help="folder with enwik8")
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="methods to compare")
+    parser.add_argument("--lr", type=above_zero, nargs="+", default=list(RATES), help="highest learning rates to try")
+    parser.add_argument("--seeds", type=at_least_one, default=1, help="number of seeds")
+    parser.add_argument("--nodes", type=at_least_one, default=4, help="number of nodes")
+    parser.add_argument("--steps", type=at_least_one, default=600, help="steps of a run")
+    parser.add_argument("--batch", type=at_least_one, default=8, help="sequences per node and step")
+    parser.add_argument("--length", type=at_least_one, default=64, help="characters of a sequence")
+    parser.add_argument("--width", type=at_least_one, default=128, help="width of the GPT")
+    parser.add_argument("--layers", type=at_least_one, default=3, help="layers of the GPT")
+    parser.add_argument("--evaluated", type=at_least_one, default=EVALUATED, help="held-out sequences to evaluate on")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of all nodes")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="results file")
+    options = parser.parse_args()
+    check_text(parser, options.data)
+    return options
+
+
+def main() -> None:
+    options = parse()
+    text = load_text(options.data, options.device)
+    sizes = [options.nodes, options.steps, options.batch, options.length, options.width, options.layers]
+    for seed in range(options.seeds):
+        for lr in options.lr:
+            for name in options.methods:
+                key = dict(zip(KEY, map(str, (name, lr, seed, *sizes)), strict=True))
+                rows = read(options.out)
+                if any(all(row[column] == value for column, value in key.items()) for row in rows):
+                    continue
+                loss, megabytes, seconds = train(name, lr, seed, text, options)
+                found = {"loss": f"{loss:.6f}", "megabytes": f"{megabytes:.3f}", "seconds": f"{seconds:.1f}"}
+                write(options.out, [*rows, {**key, **found, "device": device_name(text.device)}], COLUMNS)
+                print(f"{name}, lr {lr:g}, seed {seed}: {loss:.4f}, {seconds:.0f} s", flush=True)
+    same = dict(zip(KEY[3:], map(str, sizes), strict=True))
+    print(table([row for row in read(options.out) if all(row[column] == value for column, value in same.items())]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
