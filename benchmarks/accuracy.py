@@ -1,6 +1,7 @@
 """Time to accuracy: trains Fashion-MNIST on hosts with slow links (bed.py), with Rumor's methods, DDP and other libraries.
 
-    sudo python benchmarks/accuracy.py --data FOLDER                # everything, about two hours on two cores; you can stop it at any time
+    sudo python benchmarks/accuracy.py --data FOLDER                # half an hour on two cores; you can stop it at any time
+    sudo python benchmarks/accuracy.py --data FOLDER --hosts 8 --methods DDP OSGP "SGP (fairscale)"
     python benchmarks/accuracy.py --data FOLDER --loopback          # over loopback, unshaped: no root needed
     python benchmarks/accuracy.py --data FOLDER --quick             # a tiny run of everything
 
@@ -40,6 +41,10 @@ HERE = Path(__file__).parent
 RATIOS = (1.9, 3.3)  # all-reduce over computing: ResNet-50 and BERT in the paper's Table 17
 CURVE = ("100mbit", "200mbit", "500mbit", "1gbit", "2gbit", LOOPBACK)
 CURVE_HOSTS = 4
+ON_THE_PAGE = (
+    *("DDP", "DDP, 4 bits", "DDP, bf16 hook", "DDP, PowerSGD hook", "Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-AGA", "Gossip-PGA"),
+    *("Gossip-PGA, delay=1", "Gossip-PGA, 8 bits", "Gossip-PGA, 4 bits", "LocalSGD (torchft)"),
+)
 QUICK = ("DDP", "Gossip-PGA", "Gossip-PGA, delay=1")
 QUICK_STEPS = 24
 CLOSE_ENOUGH = 0.05  # relative error of the ratio
@@ -232,9 +237,9 @@ def as_lines(results: dict[str, Any]) -> str:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with the four unpacked IDX files of Fashion-MNIST, also in a subfolder")
-    parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8], help="numbers of hosts")
+    parser.add_argument("--hosts", type=int, nargs="+", default=[4], help="numbers of hosts")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument("--methods", nargs="+", help="only these methods, by their names in the tables")
+    parser.add_argument("--methods", nargs="+", default=ON_THE_PAGE, help="methods, by their names in the tables")
     parser.add_argument("--loopback", action="store_true", help="train over loopback, unshaped, instead of at the two ratios")
     parser.add_argument("--quick", action="store_true", help="two hosts over loopback, two seeds, a few steps")
     parser.add_argument("--report", action="store_true", help="measure nothing; write the results and pictures of the finished runs")
@@ -245,7 +250,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pictures", type=Path, help="folder for the pictures (docs/performance; with --loopback --runs)")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.hosts, options.seeds, options.loopback, options.methods = [2], 2, True, options.methods or list(QUICK)
+        options.hosts, options.seeds, options.loopback, options.methods = (
+            [2],
+            2,
+            True,
+            list(QUICK) if options.methods is ON_THE_PAGE else options.methods,
+        )
     options.results = options.results or (options.runs if options.loopback else HERE / "results") / "accuracy.json"
     options.pictures = options.pictures or (options.runs if options.loopback else HERE.parent / "docs" / "performance")
     if options.seeds < 2:
