@@ -138,10 +138,25 @@ def test_mixing_keeps_the_mean_of_the_state(name: str) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_second_moments_stay_non_negative(name: str) -> None:
-    """Codes, and messages of a step ago, would make some of them negative: then AdamW takes roots of negative numbers."""
+    """As codes, or corrected by a message of a step ago, some would be near 0 or negative, and AdamW's steps huge."""
     sim, opt = simulator(METHODS[name](), "adamw", "always")
-    assert torch.isfinite(run(sim, opt, 0, STEPS)).all()
+    x = run(sim, opt, 0, STEPS)
     assert all(float(opt.state[p]["exp_avg_sq"].min()) >= 0 for p in sim.parameters())
+    plain = rumor.Simulator(network(), METHODS[name]())
+    expected = run(plain, OPTIMIZERS["adamw"](list(plain.parameters())), 0, STEPS)
+    assert (x - expected).abs().max() < 0.5 * (expected[-1] - expected[0]).abs().max(), "close to a run with moments of its own"
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_squares_are_averaged_at_global_rounds(bits: int) -> None:
+    for mode in MODES:
+        sim, opt = simulator(rumor.gossip_pga(rumor.ring(N), 3, bits=bits), "adamw", mode)
+        run(sim, opt, 0, 2)
+        squares = [opt.state[p]["exp_avg_sq"] for p in sim.parameters()]
+        assert all((v - v[:1]).abs().max() > 0 for v in squares), "gossip leaves them alone"
+        mean = [v.mean(dim=0, keepdim=True).clone() for v in squares]
+        sim.step(torch.ones(N))  # global, without a step of the optimizer
+        assert all(torch.allclose(v, was.expand_as(v), rtol=1e-12) for v, was in zip(squares, mean, strict=True))
 
 
 # ---- two engines, resume ----------------------------------------------------------------------------------------------------------

@@ -77,9 +77,11 @@ class Simulator:
         if self._state is None:
             self._runner = Runner(algorithm, self.engine, model, buffers)
         else:
-            self._state_buckets = buckets(self._state_rows(self._state))
+            state, squares = self._state_rows(self._state)
+            self._state_buckets = buckets(state) if state else StackedBuckets([])
+            self._square_buckets = StackedBuckets(squares)
             gossips = self._average_state == "always"
-            self._runner = Runner(algorithm, self.engine, model, buffers, self._state_buckets, gossips, self._state.keep_valid)
+            self._runner = Runner(algorithm, self.engine, model, buffers, self._state_buckets, gossips, self._square_buckets)
         must_be_finite = self._runner.nodes.buffers.finite_check is not None
         self._checked_buffers = [row for row in rows[1] if row.numel()] if must_be_finite else []
         self._was_global = False  # whether the last round was
@@ -98,8 +100,9 @@ class Simulator:
         self._state, self._average_state = OptimizerState(optimizer, self._trained), average_state
         self._start(self._runner.algorithm)
 
-    def _state_rows(self, state: OptimizerState) -> list[Tensor]:
-        return [as_real(t).view(self.n, -1) for t in state.tensors()]
+    def _state_rows(self, state: OptimizerState) -> tuple[list[Tensor], list[Tensor]]:
+        state_, squares = ([as_real(t).view(self.n, -1) for t in tensors] for tensors in (state.tensors(), state.squares()))
+        return state_, squares
 
     @torch.no_grad()
     def restart(self, algorithm: Algorithm) -> None:
@@ -225,7 +228,8 @@ class Simulator:
             if lr is None and self._runner.algorithm.needs_lr:
                 lr = self._state.optimizer.param_groups[0]["lr"]
             if self._state.has_changed():  # optimizer.load_state_dict() replaces its tensors
-                self._state_buckets.rebind(self._state_rows(self._state))
+                for own, rows in zip((self._state_buckets, self._square_buckets), self._state_rows(self._state), strict=True):
+                    own.rebind(rows)
         step = self._runner.decide(None if losses is None else losses.detach().to(torch.float64)[:, None], lr)
         self._look_for_bad_nodes(step)
         self._runner.begin(step)

@@ -53,8 +53,9 @@ class Nodes(NamedTuple):
         x: the model.
         buffers: its float buffers, which global rounds average.
         engine: connects the nodes.
-        state: the optimizer's state, as far as it takes part; no buckets if it does not.
-        gossips_state: whether gossip steps mix the state, too. Global rounds always do.
+        state: the optimizer's state that is mixed like the model (momentum); no buckets if it is not averaged.
+        gossips_state: whether gossip steps mix `state`, too. Global rounds always do.
+        squares: the optimizer's means of squares, if they are averaged. Like buffers, they travel in full and at global rounds only.
     """
 
     x: Buckets
@@ -62,6 +63,12 @@ class Nodes(NamedTuple):
     engine: Engine
     state: Buckets = NO_BUCKETS
     gossips_state: bool = False
+    squares: Buckets = NO_BUCKETS
+
+    @property
+    def in_full(self) -> Buckets:
+        """What global rounds average without codes: the buffers, and the optimizer's means of squares."""
+        return JoinedBuckets(self.buffers, self.squares) if len(self.squares) else self.buffers
 
     def mixed_in(self, kind: Kind) -> Buckets:
         """Return what a step of this kind mixes: the model, then the optimizer's state if it takes part."""
@@ -196,8 +203,9 @@ class Algorithm(ABC):
         state.in_flight = None
         average(nodes.x, nodes.engine, state.schedule.k)
         average(nodes.buffers, nodes.engine, state.schedule.k)
-        if len(nodes.state):
-            average(nodes.state, nodes.engine, state.schedule.k)
+        for tensors in (nodes.state, nodes.squares):
+            if len(tensors):
+                average(tensors, nodes.engine, state.schedule.k)
 
 
 class _NamedBuilder:

@@ -114,7 +114,7 @@ class GossipPGA(Algorithm):
         """Send the model, and the optimizer's state if it takes part; at a global round also the buffers and the schedule's signal."""
         if step.kind == "none":
             return None
-        x, buffers, engine = nodes.mixed_in(step.kind), nodes.buffers, nodes.engine
+        x, in_full, engine = nodes.mixed_in(step.kind), nodes.in_full, nodes.engine
         model = (self._read(x, b) if self.bits == 32 else self._difference(x, engine, b, state) for b in range(len(x)))
         if step.kind == "gossip":
             return InFlight(*gossip_all(engine, model, self.topology, step.k, self.bits))
@@ -128,8 +128,9 @@ class GossipPGA(Algorithm):
             flight = InFlight(*gossip_all(engine, model, self.topology, step.k, self.bits), relayed=True)
             if signal is not None:  # averaged by all: by gossip each node would get another number, and another period
                 flight.signal = engine.mean([torch.zeros_like(signal)], step.k, signal)[0]
-        if len(buffers):
-            flight.buffers = engine.mean([self._read(buffers, b) for b in range(len(buffers))], step.k, finite_check=buffers.finite_check)
+        if len(in_full):
+            tensors = [self._read(in_full, b) for b in range(len(in_full))]
+            flight.buffers = engine.mean(tensors, step.k, finite_check=nodes.buffers.finite_check)
         return flight
 
     def _signal(self, step: Step, engine: Engine) -> Tensor | None:
@@ -164,7 +165,7 @@ class GossipPGA(Algorithm):
                 self.write(step, nodes, b, message, flight, state)
                 yield b
             for b, message in enumerate(flight.buffers):
-                nodes.buffers.write(b, message.wait().x)
+                nodes.in_full.write(b, message.wait().x)
         state.in_flight = None  # only now: if a message reports a model that is not finite, the others are still in flight
         state.schedule = self.schedule.next(state.schedule, signal)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from rumor.schedule import ScheduleState
 class Runner:
     """Runs `algorithm` on the model `x` and the float `buffers` of the nodes that `engine` has here.
 
-    `state` is the part of the optimizer's state that is mixed, too: at global rounds, or always if `gossips_state`. `keep_state_valid` is
-    called when a step has changed it.
+    `state` and `squares` are the parts of the optimizer's state that are averaged, too: see `Nodes`.
     """
 
     def __init__(
@@ -31,13 +30,12 @@ class Runner:
         buffers: Buckets,
         state: Buckets = NO_BUCKETS,
         gossips_state: bool = False,
-        keep_state_valid: Callable[[], None] = lambda: None,
+        squares: Buckets = NO_BUCKETS,
     ):
         self.algorithm, self.engine, self.metrics = algorithm, engine, engine.metrics
         # BatchNorm's buffers must stay finite; a mask is infinite by design
         buffers.finite_check = largest_magnitude if all_finite(buffers, largest_magnitude) else None
-        self.nodes = Nodes(x, buffers, engine, state, gossips_state)
-        self._keep_state_valid = keep_state_valid
+        self.nodes = Nodes(x, buffers, engine, state, gossips_state, squares)
         self.state = algorithm.start(self.nodes)
         self.metrics.H = self.state.schedule.H
         self._step: Step | None = None  # the step under way
@@ -85,8 +83,6 @@ class Runner:
                 if self._written == buckets:
                     self._step = step
                     return None
-            if len(self.nodes.state):
-                self._keep_state_valid()
             self._post_receives()
         self.metrics.rounds[step.kind] += 1
         self.metrics.H = self.state.schedule.H

@@ -14,8 +14,8 @@ from rumor.schedule import Never
 
 AverageState = Literal["global", "always"]
 
-NON_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")  # means and sums of squares, and magnitudes
-AVERAGED = ("momentum_buffer", "exp_avg", "grad_avg", *NON_NEGATIVE)  # as torch's optimizers name them; LAMB and Lion have the same names
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")  # means and sums of squares, and magnitudes
+AVERAGED = ("momentum_buffer", "exp_avg", "grad_avg", *SQUARES)  # as torch's optimizers name them; LAMB and Lion have the same names
 
 
 class OptimizerState:
@@ -27,7 +27,7 @@ class OptimizerState:
     >>> model = torch.nn.Linear(3, 1)
     >>> state = OptimizerState(torch.optim.Adam(model.parameters()), list(model.parameters()))
     >>> state.names, len(state.tensors())
-    (['exp_avg', 'exp_avg_sq'], 4)
+    (['exp_avg', 'exp_avg_sq'], 2)
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]):
@@ -57,14 +57,12 @@ class OptimizerState:
         return list(dict.fromkeys(name for _, name in self._places))
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that are there now: all of one name in the order of the parameters, then those of the next."""
-        return [t for p, name in self._places if (t := self._get(p, name)) is not None]
+        """Return momentum and the like as it is now: all of one name in the order of the parameters, then those of the next."""
+        return [t for p, name in self._places if name not in SQUARES and (t := self._get(p, name)) is not None]
 
-    def keep_valid(self) -> None:
-        """Replace negative numbers by 0 where there can be none: rounding in a message must not make a mean of squares negative."""
-        squares = [t for p, name in self._places if name in NON_NEGATIVE and (t := self._get(p, name)) is not None]
-        if squares:
-            torch._foreach_clamp_min_(squares, 0.0)
+    def squares(self) -> list[Tensor]:
+        """Return means of squares likewise. The error of a code can be larger than the square itself, which must not get near 0."""
+        return [t for p, name in self._places if name in SQUARES and (t := self._get(p, name)) is not None]
 
     def _get(self, p: Tensor, name: str) -> Tensor | None:
         found = self.optimizer.state[p].get(name) if p in self.optimizer.state else None
