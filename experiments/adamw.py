@@ -1,8 +1,8 @@
 """AdamW on a GPT: which methods that average models come close to DDP, and with how many bytes?
 
 Each node's second moment is that of its own noisy gradient, so at one learning rate its steps are shorter than DDP's. Expect methods that
-average models to need a higher learning rate than DDP, and averaged moments to help. All nodes are simulated in one process, and DDP
-itself is a step with the mean gradient of all nodes.
+average models to need a higher learning rate than DDP, or a second moment that is corrected for the noise. All nodes are simulated in one
+process, and DDP itself is a step with the mean gradient of all nodes.
 
     python experiments/adamw.py --data FOLDER                                   # FOLDER/enwik8; all methods at all learning rates
     python experiments/adamw.py --data FOLDER --methods DDP Gossip-PGA --lr 0.001 0.002 --seeds 3
@@ -37,7 +37,7 @@ from text.gpt import EVALUATED, GPT, check_text, held_out_loss, last_start, load
 RESULTS = Path(__file__).parent / "results" / "adamw.csv"
 KEY = ("method", "lr", "seed", "nodes", "steps", "batch", "length", "width", "layers")
 COLUMNS = (*KEY, "loss", "megabytes", "seconds", "device")
-H, BITS, CLIP = 6, 4, 1.0
+H, BITS, CLIP, BETAS = 6, 4, 1.0, (0.9, 0.95)
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 
 
@@ -48,11 +48,13 @@ class Method(NamedTuple):
         build: the method for n nodes.
         state: how the optimizer's state is averaged.
         averages_gradients: whether all nodes take the mean gradient, as in DDP.
+        corrects_noise: whether second moments are those that the mean gradient would have (`SecondMoments`).
     """
 
     build: Callable[[int], Algorithm]
     state: AverageState | None = None
     averages_gradients: bool = False
+    corrects_noise: bool = False
 
 
 def pga(n: int) -> Algorithm:
@@ -66,9 +68,41 @@ METHODS: dict[str, Method] = {
     "Gossip-PGA": Method(pga),
     "Gossip-PGA, state at global rounds": Method(pga, "global"),
     "Gossip-PGA, state always": Method(pga, "always"),
-    "Parallel SGD, state always": Method(lambda n: rumor.parallel_sgd(n, bits=BITS), "always"),
+    "Gossip-PGA, corrected": Method(pga, corrects_noise=True),
+    "Gossip-PGA, corrected, state at global rounds": Method(pga, "global", corrects_noise=True),
     "DiLoCo": Method(lambda n: rumor.diloco(n, 4 * H, bits=BITS)),
 }
+
+
+class SecondMoments:
+    """Adam's second moments, corrected as if each gradient were the mean of n nodes' gradients.
+
+    A node's gradient is g + noise of variance s^2, and that of the mean of n nodes is g + noise of variance s^2 / n. So DDP's second moment
+    is about g^2 + s^2 / n, where a node's own is g^2 + s^2. The first moment m is a mean over about 20 gradients, so m^2 is close to g^2:
+
+        v <- b2 v + (1 - b2) (g_i^2 / n + (1 - 1/n) m^2)          in the place of          v <- b2 v + (1 - b2) g_i^2
+
+    This needs no communication. It keeps one more copy of v: what the optimizer's step started from.
+    """
+
+    def __init__(self, opt: torch.optim.Optimizer, leaves: list[Tensor], n: int):
+        self._opt, self._leaves, self._n = opt, leaves, n
+        self._before = [torch.zeros_like(leaf) for leaf in leaves]
+
+    @torch.no_grad()
+    def correct(self, steps: int) -> None:
+        """Call it after the optimizer's step."""
+        rest = 1 - 1 / self._n
+        for leaf, before in zip(self._leaves, self._before, strict=True):
+            state = self._opt.state[leaf]
+            m = state["exp_avg"] / (1 - BETAS[0] ** steps)
+            state["exp_avg_sq"].div_(self._n).add_(before, alpha=BETAS[1] * rest).addcmul_(m, m, value=(1 - BETAS[1]) * rest)
+
+    @torch.no_grad()
+    def remember(self) -> None:
+        """Call it after nodes have averaged."""
+        for leaf, before in zip(self._leaves, self._before, strict=True):
+            before.copy_(self._opt.state[leaf]["exp_avg_sq"])
 
 
 def clip(leaves: list[Tensor]) -> None:
@@ -87,9 +121,10 @@ def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Names
     model = GPT(options.length, options.width, options.layers).to(text.device)
     sim = rumor.Simulator(model, method.build(n))
     leaves = list(sim.parameters())
-    opt = torch.optim.AdamW(leaves, lr=lr, weight_decay=0.1, betas=(0.9, 0.95), fused=True)
+    opt = torch.optim.AdamW(leaves, lr=lr, weight_decay=0.1, betas=BETAS, fused=True)
     if method.state is not None:
         sim.average_state(opt, method.state)
+    moments = SecondMoments(opt, leaves, n) if method.corrects_noise else None
     draw = torch.Generator().manual_seed(1_000 + seed)
     last, began = last_start(text, options.length), time.perf_counter()
     for step in tqdm(range(options.steps), desc=f"{name}, lr {lr:g}, seed {seed}", leave=False, disable=None):
@@ -105,7 +140,11 @@ def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Names
         clip(leaves)
         opt.step()
         opt.zero_grad()
+        if moments is not None:
+            moments.correct(step + 1)
         sim.step(losses)
+        if moments is not None:
+            moments.remember()
     numbers = sum(leaf[0].numel() for leaf in leaves)
     sent = 4 * numbers * 2 * (n - 1) / n * options.steps if method.averages_gradients else sim.metrics.bytes_sent
     return held_out_loss(sim.mean_model(), text, options.evaluated), sent / 1e6, time.perf_counter() - began  # type: ignore[arg-type]
@@ -136,11 +175,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=above_zero, nargs="+", default=list(RATES), help="highest learning rates to try")
     parser.add_argument("--seeds", type=at_least_one, default=1, help="number of seeds")
     parser.add_argument("--nodes", type=at_least_one, default=4, help="number of nodes")
-    parser.add_argument("--steps", type=at_least_one, default=600, help="steps of a run")
-    parser.add_argument("--batch", type=at_least_one, default=8, help="sequences per node and step")
+    parser.add_argument("--steps", type=at_least_one, default=400, help="steps of a run")
+    parser.add_argument("--batch", type=at_least_one, default=4, help="sequences per node and step")
     parser.add_argument("--length", type=at_least_one, default=64, help="characters of a sequence")
-    parser.add_argument("--width", type=at_least_one, default=128, help="width of the GPT")
-    parser.add_argument("--layers", type=at_least_one, default=3, help="layers of the GPT")
+    parser.add_argument("--width", type=at_least_one, default=96, help="width of the GPT")
+    parser.add_argument("--layers", type=at_least_one, default=2, help="layers of the GPT")
     parser.add_argument("--evaluated", type=at_least_one, default=EVALUATED, help="held-out sequences to evaluate on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of all nodes")
     parser.add_argument("--out", type=Path, default=RESULTS, help="results file")

@@ -1,6 +1,5 @@
 """Averager(..., average_state=) and sim.average_state(): the optimizer's state is mixed like the model."""
 
-import csv
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 import rumor
 from rumor.model.optimizer_state import OptimizerState
-from tests import warm
 from tests.cluster import Cluster
 from tests.nodes import STEPS as NODE_STEPS
 from tests.nodes import groups, links, whole, wrapped
@@ -367,16 +365,3 @@ def test_mistakes_in_real_processes(four: Cluster) -> None:
     assert "needs the optimizer whose state it is" in needs
     assert "lazy=True does not go with average_state='always'" in lazy
     assert "ranks disagree on the average_state: rank 0 has global (momentum_buffer), rank 1 has always (momentum_buffer)" in disagree
-
-
-def test_the_study_of_adamw_runs_and_does_not_run_again_what_it_has(tmp_path: Path) -> None:
-    (tmp_path / "enwik8").write_bytes(bytes(range(97, 123)) * 400_000)
-    script = Path(__file__).parents[1] / "experiments" / "adamw.py"
-    small = ["--batch", "1", "--steps", "7", "--length", "16", "--width", "32", "--layers", "1", "--evaluated", "4", "--lr", "0.001"]
-    for methods in (["DDP", "Gossip-PGA"], ["Gossip-PGA", "Gossip-PGA, state always"]):
-        done = warm.run([script, "--data", tmp_path, "--out", tmp_path / "found.csv", *small, "--methods", *methods])
-        assert done.returncode == 0, done.stderr
-    rows = list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines()))
-    assert [row["method"] for row in rows] == ["DDP", "Gossip-PGA", "Gossip-PGA, state always"]
-    assert len({row["loss"] for row in rows}) == 3
-    assert "best - DDP's best" in done.stdout

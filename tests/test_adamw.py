@@ -1,0 +1,48 @@
+"""experiments/adamw.py: AdamW on a GPT, with second moments that are corrected for noise."""
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests import warm
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "experiments"))
+
+import adamw  # noqa: E402
+
+
+def test_the_study_of_adamw_runs_and_does_not_run_again_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "enwik8").write_bytes(bytes(range(97, 123)) * 400_000)
+    script = ROOT / "experiments" / "adamw.py"
+    small = ["--batch", "1", "--steps", "7", "--length", "16", "--width", "32", "--layers", "1", "--evaluated", "4", "--lr", "0.001"]
+    for methods in (["DDP", "Gossip-PGA"], ["Gossip-PGA", "Gossip-PGA, corrected"]):
+        done = warm.run([script, "--data", tmp_path, "--out", tmp_path / "found.csv", *small, "--methods", *methods])
+        assert done.returncode == 0, done.stderr
+    rows = list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines()))
+    assert [row["method"] for row in rows] == ["DDP", "Gossip-PGA", "Gossip-PGA, corrected"]
+    assert len({row["loss"] for row in rows}) == 3
+    assert "best - DDP's best" in done.stdout
+
+
+def test_corrected_second_moments_are_those_of_the_mean_gradient() -> None:
+    n, steps, noise = 4, 200, 2.0
+    g = torch.linspace(0.5, 3.0, 2_000)
+    corrected, plain, ddp = (nn.Parameter(torch.zeros(n if own else 1, len(g))) for own in (True, True, False))
+    opts = [torch.optim.Adam([leaf], lr=1e-3, betas=adamw.BETAS) for leaf in (corrected, plain, ddp)]
+    moments = adamw.SecondMoments(opts[0], [corrected], n)
+    for step in range(steps):
+        grads = g + noise * torch.randn(n, len(g))
+        corrected.grad, plain.grad, ddp.grad = grads.clone(), grads.clone(), grads.mean(0, keepdim=True)
+        for opt in opts:
+            opt.step()
+        moments.correct(step + 1)
+        moments.remember()
+    means = [float(opt.state[leaf]["exp_avg_sq"].mean()) for opt, leaf in zip(opts, (corrected, plain, ddp), strict=True)]
+    assert means[2] == pytest.approx(float(g.square().mean()) + noise**2 / n, rel=0.05)
+    assert means[0] == pytest.approx(means[2], rel=0.06)
+    assert means[1] == pytest.approx(float(g.square().mean()) + noise**2, rel=0.05), "which is far more"
