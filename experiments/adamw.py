@@ -67,9 +67,7 @@ METHODS: dict[str, Method] = {
     "Local SGD": Method(lambda n: rumor.local_sgd(n, H, bits=BITS)),
     "Gossip-PGA": Method(pga),
     "Gossip-PGA, state at global rounds": Method(pga, "global"),
-    "Gossip-PGA, state always": Method(pga, "always"),
     "Gossip-PGA, corrected": Method(pga, corrects_noise=True),
-    "Gossip-PGA, corrected, state at global rounds": Method(pga, "global", corrects_noise=True),
     "DiLoCo": Method(lambda n: rumor.diloco(n, 4 * H, bits=BITS)),
 }
 

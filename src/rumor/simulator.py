@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rumor.engines import PackedBuckets, Stacked, StackedBuckets
+from rumor.engines import NO_BUCKETS, Buckets, PackedBuckets, Stacked, StackedBuckets
 from rumor.methods.algorithm import Algorithm, Step, check_algorithm
 from rumor.methods.runner import Runner
 from rumor.metrics import Metrics
@@ -77,32 +77,33 @@ class Simulator:
         if self._state is None:
             self._runner = Runner(algorithm, self.engine, model, buffers)
         else:
-            state, squares = self._state_rows(self._state)
-            self._state_buckets = buckets(state) if state else StackedBuckets([])
-            self._square_buckets = StackedBuckets(squares)
-            gossips = self._average_state == "always"
-            self._runner = Runner(algorithm, self.engine, model, buffers, self._state_buckets, gossips, self._square_buckets)
+            self._state.has_changed()  # creates what is missing
+            in_full, gossips = self._state.in_full, self._average_state == "always"
+            self._state_buckets = (StackedBuckets if in_full else buckets)(self._state_rows(self._state))
+            mixed: Buckets = NO_BUCKETS if in_full else self._state_buckets
+            full: Buckets = self._state_buckets if in_full else NO_BUCKETS
+            self._runner = Runner(algorithm, self.engine, model, buffers, mixed, gossips, full)
         must_be_finite = self._runner.nodes.buffers.finite_check is not None
         self._checked_buffers = [row for row in rows[1] if row.numel()] if must_be_finite else []
         self._was_global = False  # whether the last round was
         self._first_bad.fill_(-1)
 
     @torch.no_grad()
-    def average_state(self, optimizer: torch.optim.Optimizer, average_state: AverageState) -> None:
+    def average_state(self, optimizer: torch.optim.Optimizer, average_state: AverageState | None) -> None:
         """Average the optimizer's state, too: at global rounds ("global"), or at every step ("always"). Call it before the first step.
 
-        It covers SGD's momentum and the moments of Adam, AdamW and the like. The learning rate, where a method needs it, is then read
-        from `optimizer` if `step` is not given it.
+        It covers SGD's momentum and the moments of Adam, AdamW and the like, as in the Averager. None: it stays local. The learning
+        rate, where a method needs it, is then read from `optimizer` if `step` is not given it.
         """
         if self._runner.steps_begun:
             raise RuntimeError(f"average_state() comes before the first step, and {self._runner.k} steps were taken: call restart() first")
         check_average_state(self._runner.algorithm, optimizer, average_state)
-        self._state, self._average_state = OptimizerState(optimizer, self._trained), average_state
+        self._state = None if average_state is None else OptimizerState(optimizer, self._trained, self._runner.algorithm, average_state)
+        self._average_state = average_state
         self._start(self._runner.algorithm)
 
-    def _state_rows(self, state: OptimizerState) -> tuple[list[Tensor], list[Tensor]]:
-        state_, squares = ([as_real(t).view(self.n, -1) for t in tensors] for tensors in (state.tensors(), state.squares()))
-        return state_, squares
+    def _state_rows(self, state: OptimizerState) -> list[Tensor]:
+        return [as_real(t).view(self.n, -1) for t in state.tensors()]
 
     @torch.no_grad()
     def restart(self, algorithm: Algorithm) -> None:
@@ -117,6 +118,9 @@ class Simulator:
                 f"this Simulator has {self.n} nodes, and {algorithm.topology} is for {algorithm.topology.n}: build another one"
             )
         algorithm = algorithm.bind(self.n)
+        if self._state is not None:
+            check_average_state(algorithm, self._state.optimizer, self._average_state)
+            self._state.check_method(algorithm)
         for stacked, own in ((self._leaves, self._model.named_parameters()), (self._buffers, self._model.named_buffers())):
             for name, tensor in own:
                 stacked[name].copy_(tensor.expand_as(stacked[name]))
@@ -228,8 +232,7 @@ class Simulator:
             if lr is None and self._runner.algorithm.needs_lr:
                 lr = self._state.optimizer.param_groups[0]["lr"]
             if self._state.has_changed():  # optimizer.load_state_dict() replaces its tensors
-                for own, rows in zip((self._state_buckets, self._square_buckets), self._state_rows(self._state), strict=True):
-                    own.rebind(rows)
+                self._state_buckets.rebind(self._state_rows(self._state))
         step = self._runner.decide(None if losses is None else losses.detach().to(torch.float64)[:, None], lr)
         self._look_for_bad_nodes(step)
         self._runner.begin(step)

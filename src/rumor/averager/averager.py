@@ -31,8 +31,9 @@ class Averager:
     """Averages `model` with those of the other nodes, as `algorithm` says. Every node starts from rank 0's model.
 
     Parameters are written in place and never rebound. Parameters that are frozen at construction stay as they are. Float buffers
-    (BatchNorm's) are averaged at global rounds. Integer buffers and the optimizer's state stay each node's own. If an optimizer keeps fp32
-    master copies of half-precision parameters, pass the module that holds the master copies: the next step would undo any other average.
+    (BatchNorm's) are averaged at global rounds. Integer buffers stay each node's own, and so does the optimizer's state, unless you set
+    `average_state`. If an optimizer keeps fp32 master copies of half-precision parameters, pass the module that holds the master copies:
+    the next step would undo any other average.
 
     Args:
         model: the module that the optimizer trains; not in DistributedDataParallel over the same ranks.
@@ -48,7 +49,8 @@ class Averager:
         optimizer: the model's optimizer: SlowMo and `LearningRate` then read the learning rate there if `step` is not given it, and
             `average_state` is about its state. Build it before the Averager.
         average_state: "global": the optimizer's state is averaged at global averages, like the model; "always": it also gossips, so
-            messages are larger by as much. It covers SGD's momentum and the moments of Adam, AdamW and the like. None: it stays local.
+            messages are larger by as much. It covers SGD's momentum and the moments of Adam, AdamW and the like (these not with
+            `delay=1`, and "always" only with 32 bits). All nodes then start from rank 0's state. None: it stays local.
         rescue: the model's optimizer, if the run is to go on when a node's model is no longer finite: all nodes then take the mean of the
             finite ones, and that node's optimizer starts again. Without it, FloatingPointError ends the run on every rank.
 
@@ -78,7 +80,7 @@ class Averager:
             check_options(model, algorithm, lazy, rescue, average_state, has_local_group=local_group is not None)
             check_average_state(algorithm, optimizer, average_state)
             if optimizer is not None and average_state is not None:
-                state = OptimizerState(optimizer, trained_and_frozen(model)[0])
+                state = OptimizerState(optimizer, trained_and_frozen(model)[0], algorithm, average_state)
             setup = what_ranks_compare(model, algorithm, rescue, average_state, state, has_local_group=local_group is not None)
         except (TypeError, ValueError) as error:
             problem = error  # the others are told, so that they do not wait for this rank
@@ -266,7 +268,9 @@ class Averager:
             self._rescue.state.clear()
             self._rescue.zero_grad()
             self.metrics.rescues += 1
-            why = str(error).split(";")[0]  # the rest is for runs without rescue
+        why = str(error).split(";")[0]  # the rest is for runs without rescue
+        self.replica.check_tensors()  # the optimizer's state may be new
+        if not is_finite:
             warnings.warn(f"node {self.engine.rank} goes on from the mean of the others at step {self.steps}: {why}", stacklevel=stacklevel)
 
     # ---- state -------------------------------------------------------------------------------------------------------------------

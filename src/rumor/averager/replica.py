@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rumor.engines import NO_BUCKETS, Buckets
 from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.methods.algorithm import Algorithm, Step
@@ -53,12 +54,13 @@ class Replica:
             if self._state is None:
                 self.runner = Runner(algorithm, engine, self.buckets, self._buffer_buckets)
                 return
-            node.broadcast([*self._state.tensors(), *self._state.squares()])
-            self._state_shard, self._square_shard = node.shard(self._state.tensors()), node.shard(self._state.squares())
-            self._state_buckets = FlatBuckets(self._state_shard.mine, engine.allocate, algorithm.bits)
-            self._square_buckets = FlatBuckets(self._square_shard.mine, engine.allocate)
-            gossips = self._average_state == "always"
-            self.runner = Runner(algorithm, engine, self.buckets, self._buffer_buckets, self._state_buckets, gossips, self._square_buckets)
+            node.broadcast(self._state.tensors())
+            self._state_shard = node.shard(self._state.tensors())
+            in_full, gossips = self._state.in_full, self._average_state == "always"
+            self._state_buckets = FlatBuckets(self._state_shard.mine, engine.allocate, 32 if in_full else algorithm.bits)
+            mixed: Buckets = NO_BUCKETS if in_full else self._state_buckets
+            full: Buckets = self._state_buckets if in_full else NO_BUCKETS
+            self.runner = Runner(algorithm, engine, self.buckets, self._buffer_buckets, mixed, gossips, full)
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +100,7 @@ class Replica:
 
     def share_all(self) -> None:
         """Share what a global round has changed with the ranks of this node: the float buffers, too, and settled alarms."""
-        averaged = [self._shard, self._buffer_shard, *([self._state_shard, self._square_shard] if self._state is not None else [])]
+        averaged = [self._shard, self._buffer_shard, *([self._state_shard] if self._state is not None else [])]
         self.node.share(*averaged, settle=True)
 
     def finish(self) -> None:
@@ -148,9 +150,8 @@ class Replica:
         if self._buffers.have_changed():
             self._use_new_buffers()
         if self._state is not None and self._state.has_changed():  # optimizer.load_state_dict() replaces its tensors
-            self._state_shard, self._square_shard = self.node.shard(self._state.tensors()), self.node.shard(self._state.squares())
+            self._state_shard = self.node.shard(self._state.tensors())
             self._state_buckets.rebind(self._state_shard.mine)
-            self._square_buckets.rebind(self._square_shard.mine)
 
     def _use_new_buffers(self) -> None:
         if self._buffers.are_gone():

@@ -88,6 +88,6 @@ def what_ranks_compare(
 ) -> dict[str, str]:
     """Return what must be the same on all ranks, by name."""
     setup = {"version of Rumor": VERSION, "algorithm": describe(algorithm), "model": description(model)}
-    setup["average_state"] = str(average_state) if state is None else f"{average_state} ({', '.join(state.names)})"
+    setup["average_state"] = str(average_state) if state is None else f"{average_state} ({state.description})"
     setup["use of rescue="] = str(rescue is not None)
     return {**setup, "layout in memory": layouts(model)} if has_local_group else setup

@@ -53,9 +53,9 @@ class Nodes(NamedTuple):
         x: the model.
         buffers: its float buffers, which global rounds average.
         engine: connects the nodes.
-        state: the optimizer's state that is mixed like the model (momentum); no buckets if it is not averaged.
+        state: the optimizer's state that is mixed like the model; no buckets if there is none.
         gossips_state: whether gossip steps mix `state`, too. Global rounds always do.
-        squares: the optimizer's means of squares, if they are averaged. Like buffers, they travel in full and at global rounds only.
+        full_state: the optimizer's state that global rounds average without codes, as they do with buffers.
     """
 
     x: Buckets
@@ -63,12 +63,12 @@ class Nodes(NamedTuple):
     engine: Engine
     state: Buckets = NO_BUCKETS
     gossips_state: bool = False
-    squares: Buckets = NO_BUCKETS
+    full_state: Buckets = NO_BUCKETS
 
     @property
     def in_full(self) -> Buckets:
-        """What global rounds average without codes: the buffers, and the optimizer's means of squares."""
-        return JoinedBuckets(self.buffers, self.squares) if len(self.squares) else self.buffers
+        """What global rounds average without codes: the buffers, then `full_state`."""
+        return JoinedBuckets(self.buffers, self.full_state) if len(self.full_state) else self.buffers
 
     def mixed_in(self, kind: Kind) -> Buckets:
         """Return what a step of this kind mixes: the model, then the optimizer's state if it takes part."""
@@ -203,7 +203,7 @@ class Algorithm(ABC):
         state.in_flight = None
         average(nodes.x, nodes.engine, state.schedule.k)
         average(nodes.buffers, nodes.engine, state.schedule.k)
-        for tensors in (nodes.state, nodes.squares):
+        for tensors in (nodes.state, nodes.full_state):
             if len(tensors):
                 average(tensors, nodes.engine, state.schedule.k)
 

@@ -38,7 +38,9 @@ class DiLoCo(OuterMomentum):
     def after_global_round(self, step: Step, b: int, mean: Tensor, state: State) -> Tensor:
         u, x_prev = state.buckets["u"][b], state.buckets["x_prev"][b]
         u.mul_(self.outer_momentum).add_(x_prev).sub_(mean)
-        return x_prev.lerp_(mean, self.outer_lr).sub_(u, alpha=self.outer_lr * self.outer_momentum)  # lerp: x_prev - outer_lr d
+        return x_prev.lerp_(mean.to(x_prev.dtype), self.outer_lr).sub_(
+            u, alpha=self.outer_lr * self.outer_momentum
+        )  # lerp: x_prev - outer_lr d
 
 
 def diloco(

@@ -114,7 +114,7 @@ class GossipPGA(Algorithm):
         """Send the model, and the optimizer's state if it takes part; at a global round also the buffers and the schedule's signal."""
         if step.kind == "none":
             return None
-        x, in_full, engine = nodes.mixed_in(step.kind), nodes.in_full, nodes.engine
+        x, engine = nodes.mixed_in(step.kind), nodes.engine
         model = (self._read(x, b) if self.bits == 32 else self._difference(x, engine, b, state) for b in range(len(x)))
         if step.kind == "gossip":
             return InFlight(*gossip_all(engine, model, self.topology, step.k, self.bits))
@@ -128,9 +128,10 @@ class GossipPGA(Algorithm):
             flight = InFlight(*gossip_all(engine, model, self.topology, step.k, self.bits), relayed=True)
             if signal is not None:  # averaged by all: by gossip each node would get another number, and another period
                 flight.signal = engine.mean([torch.zeros_like(signal)], step.k, signal)[0]
-        if len(in_full):
-            tensors = [self._read(in_full, b) for b in range(len(in_full))]
-            flight.buffers = engine.mean(tensors, step.k, finite_check=nodes.buffers.finite_check)
+        for tensors in (nodes.buffers, nodes.full_state):
+            if len(tensors):
+                read = [self._read(tensors, b) for b in range(len(tensors))]
+                flight.buffers += engine.mean(read, step.k, finite_check=tensors.finite_check)
         return flight
 
     def _signal(self, step: Step, engine: Engine) -> Tensor | None:

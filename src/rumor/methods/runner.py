@@ -19,7 +19,7 @@ from rumor.schedule import ScheduleState
 class Runner:
     """Runs `algorithm` on the model `x` and the float `buffers` of the nodes that `engine` has here.
 
-    `state` and `squares` are the parts of the optimizer's state that are averaged, too: see `Nodes`.
+    `state` and `full_state` are the parts of the optimizer's state that are averaged, too: see `Nodes`.
     """
 
     def __init__(
@@ -30,12 +30,14 @@ class Runner:
         buffers: Buckets,
         state: Buckets = NO_BUCKETS,
         gossips_state: bool = False,
-        squares: Buckets = NO_BUCKETS,
+        full_state: Buckets = NO_BUCKETS,
     ):
         self.algorithm, self.engine, self.metrics = algorithm, engine, engine.metrics
         # BatchNorm's buffers must stay finite; a mask is infinite by design
         buffers.finite_check = largest_magnitude if all_finite(buffers, largest_magnitude) else None
-        self.nodes = Nodes(x, buffers, engine, state, gossips_state, squares)
+        if len(full_state):
+            full_state.finite_check = largest_magnitude  # squares of squares would overflow
+        self.nodes = Nodes(x, buffers, engine, state, gossips_state, full_state)
         self.state = algorithm.start(self.nodes)
         self.metrics.H = self.state.schedule.H
         self._step: Step | None = None  # the step under way
@@ -177,7 +179,8 @@ class Runner:
 
     def is_finite(self) -> bool:
         """Whether the model and the buffers of this node are finite."""
-        return all(all_finite(tensors, tensors.finite_check) for tensors in self.nodes[:2] if tensors.finite_check is not None)
+        x, buffers, state, full_state = self.nodes.x, self.nodes.buffers, self.nodes.state, self.nodes.full_state
+        return all(all_finite(t, t.finite_check) for t in (x, buffers, state, full_state) if t.finite_check is not None)
 
     def take_mean_of(self, counts: bool) -> int:
         """Replace all models by the mean of those nodes for which `counts` is true, and restart. Returns the number of these nodes."""

@@ -24,45 +24,61 @@ class OptimizerState:
     An optimizer creates its state at its first step, but nodes have to agree on what they exchange before that, also if GradScaler skips
     the first step of one of them. So missing state is created here, as zeros.
 
+    Some optimizers divide by the root of a mean of squares. The error of a code can be larger than such a mean, and momentum that is mixed
+    without the squares can be large where they are small: then a step is huge. So the state of these optimizers is mixed all together and
+    without codes: at global rounds, or at every step if messages have 32 bits.
+
+    Attributes:
+        in_full: whether global rounds average it without codes, instead of mixing it like the model.
+
+    >>> import rumor
     >>> model = torch.nn.Linear(3, 1)
-    >>> state = OptimizerState(torch.optim.Adam(model.parameters()), list(model.parameters()))
-    >>> state.names, len(state.tensors())
-    (['exp_avg', 'exp_avg_sq'], 2)
+    >>> state = OptimizerState(torch.optim.Adam(model.parameters()), list(model.parameters()), rumor.local_sgd(4, 6), "global")
+    >>> state.description, state.in_full
+    ('exp_avg, exp_avg_sq: 8 numbers in 4 tensors', True)
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]):
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], algorithm: Algorithm, average_state: AverageState):
         in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.optimizer, self._parameters = optimizer, [p for p in parameters if id(p) in in_groups]
+        self._average_state = average_state
         if not self._parameters:
             raise ValueError("optimizer= has none of the model's parameters: build it from model.parameters() (in a Simulator, sim's)")
         self._create_missing()
         self._places = [(p, name) for name in AVERAGED for p in self._parameters if self._get(p, name) is not None]
-        self._check()
+        if not self._places:
+            raise ValueError(f"{self._kind} keeps no state that nodes could average: leave out average_state")
+        self._has_squares = any(name in SQUARES for _, name in self._places)
+        self.in_full = self._has_squares and average_state == "global"
+        self.check_method(algorithm)
         self._remembered = [self._get(p, name) for p, name in self._places]
 
-    def _check(self) -> None:
-        kind = type(self.optimizer).__name__
-        own = {
-            name for p in self._parameters for name, t in self.optimizer.state[p].items() if isinstance(t, Tensor) and t.shape == p.shape
-        }
-        scalars = {"step"} if any(p.dim() == 0 for p in self._parameters) else set()
-        if unknown := sorted(own - set(AVERAGED) - scalars):
-            raise ValueError(f"average_state does not know {', '.join(unknown)} of {kind}: it averages {', '.join(AVERAGED)}")
-        if not self._places:
-            raise ValueError(f"{kind} keeps no state that nodes could average: leave out average_state")
+    @property
+    def _kind(self) -> str:
+        return type(self.optimizer).__name__
+
+    def check_method(self, algorithm: Algorithm) -> None:
+        """Refuse a method whose messages could make a mean of squares negative, or much smaller than it is."""
+        if self._has_squares and algorithm.delay:
+            raise ValueError(
+                f"{self._kind} keeps means of squares, which messages of a step ago could make negative: use delay=0, or leave out "
+                "average_state"
+            )
+        if self._has_squares and algorithm.bits < 32 and self._average_state == "always":
+            raise ValueError(
+                f"{self._kind} divides by means of squares, and the error of a code of {algorithm.bits} bits can be larger than they are: "
+                'use average_state="global", which sends them in full, or bits=32'
+            )
 
     @property
-    def names(self) -> list[str]:
-        """The names of what is averaged."""
-        return list(dict.fromkeys(name for _, name in self._places))
+    def description(self) -> str:
+        """What is averaged, for all nodes to compare."""
+        names, tensors = dict.fromkeys(name for _, name in self._places), self.tensors()
+        return f"{', '.join(names)}: {sum(t.numel() for t in tensors)} numbers in {len(tensors)} tensors"
 
     def tensors(self) -> list[Tensor]:
-        """Return momentum and the like as it is now: all of one name in the order of the parameters, then those of the next."""
-        return [t for p, name in self._places if name not in SQUARES and (t := self._get(p, name)) is not None]
-
-    def squares(self) -> list[Tensor]:
-        """Return means of squares likewise. The error of a code can be larger than the square itself, which must not get near 0."""
-        return [t for p, name in self._places if name in SQUARES and (t := self._get(p, name)) is not None]
+        """Return the tensors that are there now: all of one name in the order of the parameters, then those of the next."""
+        return [t for p, name in self._places if (t := self._get(p, name)) is not None]
 
     def _get(self, p: Tensor, name: str) -> Tensor | None:
         found = self.optimizer.state[p].get(name) if p in self.optimizer.state else None
@@ -80,20 +96,26 @@ class OptimizerState:
 
     def _create_missing(self) -> None:
         """Let the optimizer create the state of parameters that have none, then set it to what it is before the first step: zeros."""
-        missing = [p for p in self._parameters if not any(isinstance(t, Tensor) and t.dim() for t in self._state(p).values())]
+        missing = [p for p in self._parameters if not any(self._get(p, name) is not None for name in AVERAGED)]
         if not missing:
             return
         with torch.no_grad(), _step_of_zero(self.optimizer, missing):
             self.optimizer.step()
         for p in missing:
-            for name, value in self._state(p).items():
+            self._check_known(p, missing)
+            for name, value in dict(self.optimizer.state[p]).items():
                 if isinstance(value, Tensor):
                     value.zero_()
-                elif isinstance(value, int | float):
+                elif value is not None:
                     self.optimizer.state[p][name] = type(value)(0)
 
-    def _state(self, p: Tensor) -> dict[str, object]:
-        return dict(self.optimizer.state.get(p, {}))
+    def _check_known(self, p: Tensor, created: Sequence[Tensor]) -> None:
+        """Raise if there is state that may not begin as zeros, such as NAdam's mu_product, and forget all that was created."""
+        unknown = [name for name, value in self.optimizer.state[p].items() if value is not None and name not in (*AVERAGED, "step")]
+        if unknown:
+            for other in created:
+                del self.optimizer.state[other]
+            raise ValueError(f"average_state does not know {', '.join(unknown)} of {self._kind}: it averages {', '.join(AVERAGED)}")
 
 
 def check_average_state(algorithm: Algorithm, optimizer: object, average_state: object) -> None:
