@@ -24,7 +24,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parent.parent
 DEADLINE = 900  # seconds for one mutant
 FAST = "contracts binding golden oracle mixing schedule topology simulator reductions house"
-PROCESSES = "engines_agree averager resume lazy nodes checkpoint failures nodes_failures reliability"
+PROCESSES = "average_state engines_agree averager resume lazy nodes checkpoint failures nodes_failures reliability"
 
 
 class Mutant(NamedTuple):
@@ -36,13 +36,20 @@ class Mutant(NamedTuple):
 UNCHANGED = Mutant("version.py", "VERSION", "VERSION")  # which must survive
 MUTANTS = [
     # methods
-    Mutant("methods/gossip_pga.py", "(self._read(x, b) for b in", "(x.read(b) for b in"),
-    Mutant("methods/gossip_pga.py", "[self._read(buffers, b) for b in", "[buffers.read(b) for b in"),
-    Mutant("methods/gossip_pga.py", "self.topology, step.k + r))", "self.topology, step.k))"),
-    Mutant("methods/gossip_pga.py", "if len(buffers):", "if False:"),
+    Mutant("methods/gossip_pga.py", "(self._read(x, b) if self.bits == 32", "(x.read(b) if self.bits == 32"),
+    Mutant("methods/gossip_pga.py", "[self._read(tensors, b) for b in", "[tensors.read(b) for b in"),
+    Mutant("methods/gossip_pga.py", "self.topology, step.k + r,", "self.topology, step.k,"),
+    Mutant("methods/gossip_pga.py", "if len(tensors):", "if False:"),
+    Mutant("methods/gossip_pga.py", "is_model=b < len(nodes.x)", "is_model=True"),
+    Mutant(
+        "methods/algorithm.py",
+        "JoinedBuckets(self.buffers, self.full_state) if len(self.full_state)",
+        "self.buffers if len(self.full_state)",
+    ),
+    Mutant("methods/algorithm.py", '(self.gossips_state or kind == "global")', "True"),
     Mutant("methods/gossip_pga.py", 'elif step.kind == "global":\n', 'elif step.kind == "gossip":\n'),
     Mutant("methods/gossip_pga.py", "return engine.full(step.lr)", "return None"),
-    Mutant("methods/diloco.py", "lerp_(mean, self.outer_lr)", "lerp_(mean, 1.0)"),
+    Mutant("methods/diloco.py", "lerp_(mean.to(x_prev.dtype), self.outer_lr)", "lerp_(mean.to(x_prev.dtype), 1.0)"),
     Mutant("methods/diloco.py", "alpha=self.outer_lr * self.outer_momentum", "alpha=self.outer_momentum"),
     Mutant("methods/slow_momentum.py", "u.mul_(self.momentum)", "u.mul_(1.0)"),
     Mutant("methods/slow_momentum.py", "x_prev.sub_(u, alpha=self.slow_lr * lr)", "x_prev.sub_(u, alpha=lr)"),
@@ -50,7 +57,7 @@ MUTANTS = [
     Mutant("methods/push_sum.py", 'state.scalars["w"] = engine.full(1.0)', "pass"),
     Mutant("methods/runner.py", "self.engine.complete_receives(self.k)", "pass"),
     Mutant("methods/runner.py", "tensors.write(b, message.wait().x * (engine.n / count))", "tensors.write(b, message.wait().x)"),
-    Mutant("methods/saved_state.py", '"weights": weights}', '"weights": [1.0] * len(weights)}'),
+    Mutant("methods/saved_state.py", '"weights": weights,', '"weights": [1.0] * len(weights),'),
     Mutant("methods/algorithm.py", "if self.topology.n != n:", "if False:"),
     Mutant("schedule.py", "- 1e-9), 1), H_max)", "), 1), H_max)"),
     Mutant("schedule.py", "lr_max = max(state.lr_max, signal)", "lr_max = state.lr_max or signal"),

@@ -4,7 +4,7 @@ import re
 import subprocess
 import sys
 
-from tests import house
+from tests import house, mutants
 
 
 def test_imports_flow_one_way() -> None:
@@ -58,3 +58,8 @@ def test_simulator_theory_and_topologies_work_where_torch_has_no_distributed() -
     done = subprocess.run([sys.executable, "-c", WITHOUT_DISTRIBUTED], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "rumor.Averager needs torch.distributed, which this build of torch does not have" in done.stdout
+
+
+def test_every_mutant_changes_a_line_that_is_there() -> None:
+    for mutant in mutants.MUTANTS:
+        assert mutant.before in (mutants.ROOT / "src" / "rumor" / mutant.path).read_text(), mutant
