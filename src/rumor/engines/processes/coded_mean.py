@@ -96,8 +96,7 @@ class CodedMean:
         """Send the codes of `xs` + `left_out` to the owners. What the codes leave out stays in `left_out`."""
         sizes = []
         for b, (x, rest) in enumerate(zip(self.xs, self.left_out, strict=True)):
-            parts, size = self.shares.code.pack(as_blocks(rest.add_(x.tensor)))
-            rest.sub_(self._unpack(parts, rest))
+            parts, size = self._pack(rest.add_(x.tensor))
             sizes.append(size)
             for owner, message in enumerate(self.shares.out):
                 for owned, code in self.shares.parts(owner, message):
@@ -166,10 +165,15 @@ class CodedMean:
 
     def _encode(self, x: Tensor, code: Tensor) -> None:
         """Encode `x` into `code`, and leave in `x` what the code leaves out."""
-        parts, _ = self.shares.code.pack(as_blocks(x))
-        x.sub_(self._unpack(parts, x))
+        parts, _ = self._pack(x)
         for place, part in zip(self.shares.code.places(code), parts, strict=True):
             place.copy_(part)
+
+    def _pack(self, x: Tensor) -> tuple[Parts, Tensor]:
+        """Encode `x`, and leave in it what the code leaves out. Returns a number, too, that is finite only if all of `x` was."""
+        parts, size = self.shares.code.pack(as_blocks(x))
+        x.sub_(self._unpack(parts, x))
+        return parts, size
 
     def _unpack(self, parts: Parts, like: Tensor) -> Tensor:
         """Decode as many numbers as `like` [d] has, in the dtype for sums."""
