@@ -1,23 +1,20 @@
-"""A job that survives the loss of nodes: it resumes from its last checkpoint, with the nodes that are there.
+"""A job whose nodes come and go: a node that dies does not stop the others, and one that starts takes over their model and goes on.
 
-    torchrun --standalone --nproc-per-node 4 --max-restarts 3 examples/elastic.py --folder checkpoints
-    torchrun --nnodes 3:4 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-        examples/elastic.py --folder SHARED          # on each of 4 hosts
+    rumor coordinator --bind 0.0.0.0:29510                       # on one host
+    python examples/elastic.py --coordinator HOST:29510          # on each node, in any order, at any time
 
-If a process dies, the others raise an error within the time-out, and torchrun restarts all of them. The Averager then binds the topology to
-the new number of nodes. At most one interval between checkpoints is lost. With gloo, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it,
-the restarted processes of torch 2.13 look for the processes of the previous start, and fail.
+Kill a node, and the others go on. Start it again, and it is back at their next global average. No checkpoint is needed for that. With
+--folder, rank 0's model is also saved every 100 steps, for the case that all nodes are lost.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
+import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -32,51 +29,52 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return x[order[:1400]], y[order[:1400]], x[order[1400:]], y[order[1400:]]
 
 
-def note_memory(path: Path, step: int) -> None:
-    """Append the step and the memory of this process, in bytes, to a file."""
+def note(path: Path, step: int, members: int) -> None:
+    """Append the time, the step, the number of members and the memory of this process, in bytes, to a file."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     with path.open("a") as file:
-        file.write(f"{step} {pages * os.sysconf('SC_PAGE_SIZE')}\n")
+        file.write(f"{time.time():.3f} {step} {members} {pages * os.sysconf('SC_PAGE_SIZE')}\n")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--folder", required=True, help="folder of the checkpoints, on storage that all nodes see")
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="address of `rumor coordinator`")
+    parser.add_argument("--name", help="name of this node in messages")
+    parser.add_argument("--min-nodes", type=int, default=1, help="nodes that must be there for training to go on")
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--every", type=int, default=20, help="steps between checkpoints")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for a silent node")
-    parser.add_argument("--memory", type=Path, help="folder to write the memory of each process to, at each checkpoint")
+    parser.add_argument("--bits", type=int, default=32, choices=(32, 16, 8, 4))
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds to sleep in each step, in the place of a larger model")
+    parser.add_argument("--folder", help="folder for checkpoints, on storage that all nodes see")
+    parser.add_argument("--notes", type=Path, help="folder to write the steps and the memory of this process to")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=options.timeout))
-    rank, n = dist.get_rank(), dist.get_world_size()
 
     x, y, test_x, test_y = digits()
-    torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential, H=6))  # any number of nodes
     opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    group = rumor.elastic(options.coordinator, name=options.name, min_nodes=options.min_nodes)
+    method = rumor.gossip_pga(rumor.one_peer_exponential, H=6, bits=options.bits)
+    averager = rumor.Averager(model, method, group=group, optimizer=opt)
+    if options.folder is not None:
+        rumor.load(options.folder, averager, optimizer=opt)
+    print(f"{options.name or 'a node'} is member {averager.rank} of {len(averager.members)}, from step {averager.steps}", flush=True)
 
-    first = rumor.load(options.folder, averager, optimizer=opt) or 0
-    if rank == 0:
-        print(f"{n} nodes, from step {first}", flush=True)
-    for step in range(first, options.steps):
-        mine = torch.randint(len(x), (32,))
+    share = iter(averager.share_of(len(x)))  # this member's part of the images, as members change
+    while averager.steps < options.steps:
+        mine = torch.tensor([next(share) for _ in range(32)])
         loss = nn.functional.cross_entropy(model(x[mine]), y[mine])
         opt.zero_grad()
         loss.backward()
         opt.step()
         averager.step(loss)
-        if (step + 1) % options.every == 0:
-            rumor.save(options.folder, averager, step + 1, optimizer=opt)
-            if options.memory is not None:
-                note_memory(options.memory / f"memory-{os.getpid()}.txt", step + 1)
+        time.sleep(options.pause)
+        if options.notes is not None:
+            note(options.notes / f"{os.getpid()}.txt", averager.steps, len(averager.members))
+        if options.folder is not None and averager.steps % 100 == 0:
+            rumor.save(options.folder, averager, optimizer=opt)
     averager.finish()
-    if rank == 0:
-        accuracy = (model(test_x).argmax(dim=1) == test_y).float().mean().item()
-        print(f"accuracy of the mean model: {accuracy:.1%}", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    accuracy = (model(test_x).argmax(dim=1) == test_y).float().mean().item()
+    print(f"accuracy of the mean model: {accuracy:.1%}", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import torch
 
 from rumor import cost, theory
 from rumor.engines import Stacked
+from rumor.membership import elastic
 from rumor.methods import (
     DiLoCo,
     GossipPGA,
@@ -77,6 +78,7 @@ __all__ = [
     "ddp_hook",
     "ddp_hook_state",
     "diloco",
+    "elastic",
     "exponential",
     "from_digraph",
     "from_matrices",

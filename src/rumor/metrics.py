@@ -29,6 +29,8 @@ class Metrics:
         seconds_packing: time in step() that was not spent waiting: packing, sending and mixing.
         seconds_waiting: time that the host waited for messages.
         waited_for: the part of it that gossip and join() waited for each node: a slow node stands out in the counters of all neighbours.
+        membership_changes: how often the members of an elastic group have changed, this node's own start included.
+        seconds_regrouping: time that this node spent waiting for other members, connecting to them, and handing over state.
         rescues: how often this node has taken the mean of the others because its own model was not finite (`rescue=`).
         consensus_distance: 1/n sum_i ||x_i - x_bar||^2 at the last call of consensus_distance(), None before the first.
         H: the current period, None if there is none.
@@ -40,6 +42,8 @@ class Metrics:
     seconds_packing: float = 0.0
     seconds_waiting: float = 0.0
     waited_for: dict[int, float] = field(default_factory=dict)
+    membership_changes: int = 0
+    seconds_regrouping: float = 0.0
     rescues: int = 0
     consensus_distance: float | None = None
     H: int | None = None

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from rumor.averager.elastic import Elastic
 from rumor.averager.replica import Replica
-from rumor.averager.setup import bound_algorithm, check_lazy, check_model, check_options, what_ranks_compare
+from rumor.averager.sampler import MemberSampler
+from rumor.averager.setup import (
+    bound_algorithm,
+    check_elastic,
+    check_lazy,
+    check_model,
+    check_options,
+    check_plain_model,
+    what_ranks_compare,
+)
 from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.engines.processes.transport import Group
+from rumor.membership.group import ElasticGroup
 from rumor.methods.algorithm import Algorithm
 from rumor.metrics import Metrics
 from rumor.model.checks import reshard, trained_and_frozen
@@ -38,7 +50,8 @@ class Averager:
     Args:
         model: the module that the optimizer trains; not in DistributedDataParallel over the same ranks.
         algorithm: a method such as `rumor.gossip_pga(rumor.one_peer_exponential, H=6)`. It is bound to the number of ranks in the group.
-        group: the group across nodes that this rank belongs to; the default group if None.
+        group: the group across nodes that this rank belongs to; the default group if None. With `rumor.elastic("HOST:29510")`, nodes
+            may die, hang, leave and join while the others go on.
         local_group: the ranks inside this node, if a node is several GPUs; `group` is then this rank and its counterparts, one of each
             node. The ranks of a node must keep their parameters alike (DDP over this group) or sharded over it (FSDP2). Of what is alike,
             each of L ranks exchanges 1/L, and the node shares the result; of what is sharded, each exchanges its own shard. Losses are
@@ -64,13 +77,20 @@ class Averager:
         model: nn.Module,
         algorithm: Algorithm,
         *,
-        group: Group | None = None,
+        group: Group | ElasticGroup | None = None,
         local_group: Group | None = None,
         lazy: bool = False,
         rescue: torch.optim.Optimizer | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         average_state: AverageState | None = None,
     ):
+        self._lazy, self._rescue, self._optimizer = lazy, rescue, optimizer
+        self._showing_mean = False
+        self._elastic: Elastic | None = None
+        if isinstance(group, ElasticGroup):
+            check_elastic(algorithm, lazy, rescue, local_group)
+            self._join(model, algorithm, group, average_state)
+            return
         engine = ProcessGroup(group, local_group)
         node = LocalGroup(engine)
         problem, setup, state = None, {}, None
@@ -78,19 +98,31 @@ class Averager:
             check_model(model, engine)
             algorithm = bound_algorithm(algorithm, engine.n)
             check_options(model, algorithm, lazy, rescue, average_state, has_local_group=local_group is not None)
-            check_average_state(algorithm, optimizer, average_state)
-            if optimizer is not None and average_state is not None:
-                state = OptimizerState(optimizer, trained_and_frozen(model)[0], algorithm, average_state)
+            state = self._state_of(model, algorithm, average_state)
             setup = what_ranks_compare(model, algorithm, rescue, average_state, state, has_local_group=local_group is not None)
         except (TypeError, ValueError) as error:
             problem = error  # the others are told, so that they do not wait for this rank
         node.agree(setup, problem)
         self.replica = Replica(model, state, average_state)
         self.replica.attach(engine, node, algorithm)
-        self._lazy, self._rescue, self._optimizer = lazy, rescue, optimizer
-        self._showing_mean = False
         if lazy:
             self._add_hooks()
+
+    def _join(self, model: nn.Module, algorithm: Algorithm, group: ElasticGroup, average_state: AverageState | None) -> None:
+        """Join the members of an elastic group. Waits until they let this node in."""
+        check_plain_model(model)
+        state = self._state_of(model, algorithm, average_state)
+        setup = what_ranks_compare(model, algorithm, None, average_state, state, has_local_group=False)
+        setup["optimizer"] = type(self._optimizer).__name__
+        self.replica = Replica(model, state, average_state)
+        self._elastic = Elastic(group, self.replica, algorithm, setup, self._optimizer)
+
+    def _state_of(self, model: nn.Module, algorithm: Algorithm, average_state: AverageState | None) -> OptimizerState | None:
+        """Return the optimizer's state that nodes average, if any."""
+        check_average_state(algorithm, self._optimizer, average_state)
+        if self._optimizer is None or average_state is None:
+            return None
+        return OptimizerState(self._optimizer, trained_and_frozen(model)[0], algorithm, average_state)
 
     def _add_hooks(self) -> None:
         here = weakref.ref(self)  # the hooks must not keep this Averager alive
@@ -122,6 +154,16 @@ class Averager:
         return self.replica.runner.k
 
     @property
+    def rank(self) -> int:
+        """Number of this node among the members. It may change when members of an elastic group do."""
+        return self.engine.rank
+
+    @property
+    def members(self) -> list[str]:
+        """Names of the nodes, by rank."""
+        return [f"node {node}" for node in range(self.engine.n)] if self._elastic is None else list(self._elastic.members)
+
+    @property
     def metrics(self) -> Metrics:
         """Counters: rounds by kind, bytes sent, seconds spent waiting, and the current period."""
         return self.engine.metrics
@@ -150,6 +192,9 @@ class Averager:
                     self._step(loss, lr)
 
     def _step(self, loss: Tensor | float | None, lr: float | None) -> None:
+        if self._elastic is not None:
+            self._elastic.step(loss, lr)
+            return
         if not self._lazy:
             self.replica.begin(loss, lr)
             self.replica.settle()
@@ -173,7 +218,10 @@ class Averager:
         """Wait for what is in flight, then average once more: all nodes end with the same model. A collective."""
         self.refuse_inside_averaged("finish()")
         self._prepare()
-        self._or_rescue(self.replica.finish)
+        if self._elastic is not None:
+            self._elastic.finish()
+        else:
+            self._or_rescue(self.replica.finish)
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield `batches` for as long as every node has one, so that no node waits for one that has run out. Each batch is a collective.
@@ -183,6 +231,8 @@ class Averager:
         this one trains, so `batches` is one ahead of the loop: a checkpoint inside the loop should count batches, and not save the
         loader's own state.
         """
+        if self._elastic is not None:
+            raise RuntimeError("join() is for a fixed group: with rumor.elastic, loop `while averager.steps < total` (see share_of())")
         end, ahead, node = object(), iter(batches), self.replica.node
         vote, runner = node.vote(), self.replica.runner
         following: Any = next(ahead, end)
@@ -194,6 +244,25 @@ class Averager:
                 yield batch
         finally:
             vote.leave()
+
+    def share_of(self, data: Sized | int, seed: int = 0) -> MemberSampler:
+        """Divide a data set among the members: an endless stream of the numbers of items, each for one member.
+
+        `DataLoader(data, batch_size=32, sampler=averager.share_of(data))` never ends, so stop by the number of steps. As members of an
+        elastic group change, so do their shares. A newcomer goes on where the others are.
+
+        Args:
+            data: the data set, or its size.
+            seed: of the order, which is another one in each epoch; the same on all members.
+        """
+        sampler = MemberSampler(data, lambda: (self.rank, self.engine.n), seed)
+        if self._elastic is not None:
+            self._elastic.add_sampler(sampler)
+        return sampler
+
+    def together(self, do: Callable[[], T]) -> T | None:
+        """Call `do`, a collective that every rank calls. In an elastic group, repeat it with the survivors if a member dies meanwhile."""
+        return do() if self._elastic is None else self._elastic.together(do)
 
     # ---- the mean of all nodes -----------------------------------------------------------------------------------------------------
 
@@ -207,7 +276,9 @@ class Averager:
         with ordinary_tensors():
             self._prepare()
             tensors = self.replica.tensors()
-            own = self._or_rescue(lambda: self._show_mean(tensors))
+            own = self.together(lambda: self._or_rescue(lambda: self._show_mean(tensors)))
+            if own is None:  # this node has just taken over the members' model
+                own = [t.clone() for t in tensors]
         try:
             self._showing_mean = True
             yield
@@ -231,7 +302,8 @@ class Averager:
     def consensus_distance(self) -> float:
         """Return 1/n sum_i ||x_i - x_bar||^2 of the trained parameters. A collective."""
         self._prepare()
-        return self.replica.consensus_distance()
+        distance = self.together(self.replica.consensus_distance)
+        return math.nan if distance is None else distance
 
     def _prepare(self) -> None:
         self.replica.settle()

@@ -41,20 +41,22 @@ class Replica:
         self._trained = TrackedTensors(model, "_parameters", lambda p: p.requires_grad)
         self._buffers = TrackedTensors(model, "_buffers", is_averaged)
 
-    def attach(self, engine: ProcessGroup, node: LocalGroup, algorithm: Algorithm) -> None:
-        """Take over the model of rank 0, and get ready for the first step. A collective."""
+    def attach(self, engine: ProcessGroup, node: LocalGroup, algorithm: Algorithm, broadcast: bool = True) -> None:
+        """Take over the model of rank 0, and get ready for the first step. A collective, unless `broadcast` is False."""
         self.engine, self.node = engine, node
         self._needs_loss, self._has_local_group = algorithm.needs_loss, engine.local is not None
         self._averages_lr = self._has_local_group and algorithm.schedule.signal == "lr"
         with ordinary_tensors():
-            node.broadcast([*self.model.parameters(), *self.model.buffers()])
+            if broadcast:
+                node.broadcast([*self.model.parameters(), *self.model.buffers()])
             self._shard, self._buffer_shard = node.shard(self._trained.tensors()), node.shard(self._buffers.tensors())
             self.buckets = FlatBuckets(self._shard.mine, engine.allocate, algorithm.bits)
             self._buffer_buckets = FlatBuckets(self._buffer_shard.mine, engine.allocate)
             if self._state is None:
                 self.runner = Runner(algorithm, engine, self.buckets, self._buffer_buckets)
                 return
-            node.broadcast(self._state.tensors())
+            if broadcast:
+                node.broadcast(self._state.tensors())
             self._state_shard = node.shard(self._state.tensors())
             in_full, gossips = self._state.in_full, self._average_state == "always"
             self._state_buckets = FlatBuckets(self._state_shard.mine, engine.allocate, 32 if in_full else algorithm.bits)
@@ -72,13 +74,13 @@ class Replica:
 
     # ---- steps -------------------------------------------------------------------------------------------------------------------
 
-    def begin(self, loss: Tensor | float | None, lr: float | None) -> Step:
-        """Decide the coming step and send what it sends. The step before must have ended."""
+    def begin(self, loss: Tensor | float | None, lr: float | None, at_once: bool = False) -> Step:
+        """Decide the coming step and send what it sends. The step before must have ended. `at_once` is as in `Runner.begin`."""
         step = self.runner.decide(self._as_scalar(loss), lr)
         if self._averages_lr and step.lr is not None:  # the ranks of a node must agree on the period, too
             step = step._replace(lr=float(self.node.mean(torch.tensor([step.lr], dtype=torch.float64))))
         self.check_tensors(all_of_them=step.kind == "global")
-        self.runner.begin(step)
+        self.runner.begin(step, at_once)
         return step
 
     def replaces_buffers(self, step: Step) -> bool:

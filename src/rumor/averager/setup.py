@@ -10,18 +10,48 @@ from rumor.engines.processes.process_group import ProcessGroup
 from rumor.methods.algorithm import Algorithm, check_algorithm, describe
 from rumor.model.checks import check_shards, description, is_compiled, layouts, reshard, trained_and_frozen
 from rumor.model.optimizer_state import AverageState, OptimizerState
+from rumor.schedule import Never
+from rumor.topology import Topology
 from rumor.version import VERSION
 
 
 def check_model(model: nn.Module, engine: ProcessGroup) -> None:
     """Refuse what can't be averaged, such as a module whose gradients DDP averages over all nodes already."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model comes first and must be a torch.nn.Module, got {type(model).__name__}")
+    _check_module(model)
     local_ranks = None if engine.local is None else engine.local.ranks
     _check_ddp(model, engine, local_ranks or [engine.transport.ranks[engine.rank]])
     reshard(model)
     check_shards(model, local_ranks)
     trained_and_frozen(model)
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model comes first and must be a torch.nn.Module, got {type(model).__name__}")
+
+
+def check_plain_model(model: nn.Module) -> None:
+    """Refuse what can't be averaged in an elastic group, where a node is one process."""
+    _check_module(model)
+    if any(isinstance(m, DistributedDataParallel) for m in model.modules()):
+        raise ValueError("the model is in DistributedDataParallel: take it out, and hand the plain module to the Averager")
+    check_shards(model, None)
+    trained_and_frozen(model)
+
+
+def check_elastic(algorithm: Algorithm, lazy: bool, rescue: object, local_group: object) -> None:
+    """Refuse what does not go with members that come and go."""
+    check_algorithm(algorithm)
+    for name, given in (("lazy=True", lazy), ("rescue=", rescue is not None), ("local_group=", local_group is not None)):
+        if given:
+            raise ValueError(f"{name} does not go with rumor.elastic: leave one of them out")
+    if isinstance(algorithm.topology, Topology):
+        raise ValueError(
+            f"{algorithm.topology} is for {algorithm.topology.n} nodes, but the number of members changes: pass a builder such as "
+            "rumor.one_peer_exponential, or leave out n"
+        )
+    if isinstance(algorithm.schedule, Never) or getattr(algorithm, "average_rounds", None) is not None:
+        raise ValueError(f"{algorithm!r} has no global averages of all nodes, where members could change: use gossip_pga or the like")
 
 
 def _check_ddp(model: nn.Module, engine: ProcessGroup, local_ranks: list[int]) -> None:

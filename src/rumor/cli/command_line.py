@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from rumor.cli.coordinator import add_coordinator
 from rumor.cli.demo import add_demo
 from rumor.cli.plan import add_plan
 from rumor.cli.probe import add_probe
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="rumor", description="Choose a method, a topology and a period for decentralized training with PyTorch.")
     parser.add_argument("--version", action="version", version=f"rumor {VERSION}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add_command in (add_demo, add_plan, add_probe, add_topology):
+    for add_command in (add_coordinator, add_demo, add_plan, add_probe, add_topology):
         add_command(commands)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -55,6 +55,9 @@ class Pending(ABC):
     def wait(self) -> Mixed:
         """Wait for the messages and mix them. May be called again."""
 
+    def arrive(self) -> None:  # noqa: B027 (a hook: an engine may leave all of it to wait())
+        """Wait for an average, without a change to any model. May be called again. wait() does it, too."""
+
     def lerp(self) -> Lerp:
         """Return the same without scalars. An engine may have a faster way. May be called again, instead of wait()."""
         return Lerp(self.wait().x, 1.0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -201,11 +201,7 @@ class Algorithm(ABC):
         """Wait for what is in flight and drop it (it would not change the mean), then average once more."""
         wait_for(state.in_flight)
         state.in_flight = None
-        average(nodes.x, nodes.engine, state.schedule.k)
-        average(nodes.buffers, nodes.engine, state.schedule.k)
-        for tensors in (nodes.state, nodes.full_state):
-            if len(tensors):
-                average(tensors, nodes.engine, state.schedule.k)
+        average([nodes.x, nodes.buffers, nodes.state, nodes.full_state], nodes.engine, state.schedule.k)
 
 
 class _NamedBuilder:
@@ -286,8 +282,13 @@ def wait_for(in_flight: InFlight | None, or_fail: bool = True) -> None:
                 message.wait()
 
 
-def average(x: Buckets, engine: Engine, k: int) -> None:
-    """x <- J x, at the end of training."""
-    pending = engine.mean([x.read(b) for b in range(len(x))], k, doing="in finish()", finite_check=x.finite_check)
-    for b, message in enumerate(pending):
-        x.write(b, message.wait().x)
+def average(parts: Sequence[Buckets], engine: Engine, k: int) -> None:
+    """x <- J x for each part, at the end of training. Nothing is written until all has arrived."""
+    parts = [x for x in parts if len(x)]
+    averages = [engine.mean([x.read(b) for b in range(len(x))], k, doing="in finish()", finite_check=x.finite_check) for x in parts]
+    for pending in averages:
+        for message in pending:
+            message.arrive()
+    for x, pending in zip(parts, averages, strict=True):
+        for b, message in enumerate(pending):
+            x.write(b, message.wait().x)

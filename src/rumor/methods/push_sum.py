@@ -90,8 +90,7 @@ class PushSum(Algorithm):
         for b in range(len(x)):
             x.write(b, self.share(nodes, b, state))
         state.in_flight = None
-        average(x, engine, state.schedule.k)
-        average(buffers, engine, state.schedule.k)
+        average([x, buffers], engine, state.schedule.k)
         state.buckets["x"] = copy_all(x)
         state.scalars["w"] = engine.full(1.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -60,16 +61,32 @@ class Runner:
         """Whether a step has begun and not ended."""
         return self._step is not None
 
+    @property
+    def is_next_global(self) -> bool:
+        """Whether the coming step is a global average."""
+        return self.algorithm.kind(self.state) == "global"
+
     def decide(self, loss: Tensor | None, lr: float | None) -> Step:
         return self.algorithm.decide(self.state, loss, lr)
 
-    def begin(self, step: Step) -> None:
-        """Send what this step sends. It ends with settle()."""
+    def begin(self, step: Step, at_once: bool = False) -> None:
+        """Send what this step sends. It ends with settle().
+
+        `at_once`: a method with delay=1 does without the delay in this step, because what it sent a step ago was lost.
+        """
         self.metrics.step_begins(step.k)
+        algorithm: Any = replace(self.algorithm, delay=0) if at_once and self.algorithm.delay else self.algorithm  # type: ignore[type-var]
         with record_function(f"rumor::{step.kind}"), self.metrics.at_work():
-            self._mixing = self.algorithm.begin(step, self.nodes, self.state)
+            self._mixing = algorithm.begin(step, self.nodes, self.state)
         self._step, self._written = step, 0
         self._sent = self.state.in_flight.sent if self.state.in_flight is not None else ()
+
+    def arrive(self) -> None:
+        """Wait for the averages that the step under way needs, before it changes the model: if one is lost, the model is as it was."""
+        flight = self.state.in_flight
+        if flight is not None:
+            for message in (*flight.pending, *flight.buffers, *([flight.signal] if flight.signal else [])):
+                message.arrive()
 
     def settle(self, buckets: int | None = None) -> Step | None:
         """Receive and write the first `buckets` buckets of the step under way (all if None). Returns the step if this ended it."""
@@ -173,6 +190,38 @@ class Runner:
         """Wait for what is in flight, and do not use it."""
         self._step = None
         wait_for(self.state.in_flight, or_fail=False)
+        self.state.in_flight = None
+
+    # ---- members that come and go --------------------------------------------------------------------------------------------------
+
+    def drop_step(self) -> None:
+        """Forget the step under way, whose messages are lost. The model and the method's state are as they were before it."""
+        self.drop_in_flight()
+        for rest in self.state.buckets.get("left_out", ()):  # it may hold what codes left out of an average that did not happen
+            rest.zero_()
+
+    def step_alone(self) -> None:
+        """Take a step without the others."""
+        self.drop_in_flight()
+        self.state.schedule = self.algorithm.schedule.next(self.state.schedule)
+        self.metrics.rounds["none"] += 1
+
+    def shared_state(self) -> dict[str, Any]:
+        """Return the method's state without messages in flight. All members have the same, except for what codes left out."""
+        self.drop_in_flight()
+        return saved_state(self.state, self.nodes)
+
+    def take_over(self, saved: dict[str, Any], is_own: bool) -> None:
+        """Go on from the state of another runner: this node's own before the members changed, or that of another member."""
+        read_state(saved, self.state, self.nodes)()
+        if not is_own:
+            for rest in self.state.buckets.get("left_out", ()):
+                rest.zero_()
+        self.metrics.H = self.state.schedule.H
+
+    def drop_in_flight(self) -> None:
+        """Forget the step and the messages that are under way."""
+        self._step, self._mixing, self._sent = None, iter(()), ()
         self.state.in_flight = None
 
     # ---- models that are not finite ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""The engine of real processes. Only transport.py imports torch.distributed.
+"""The engine of real processes. Only transport.py imports torch.distributed; gloo_group.py its C++ classes.
 
 transport       one torch.distributed group: sends, receives, waits, and errors that say who is lost
+gloo_group      the group of members that come and go
 liveness        finds out which peer is lost
 handshake       all ranks compare their set-up before the first step
 message         a bucket with a head in front

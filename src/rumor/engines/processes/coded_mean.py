@@ -106,6 +106,7 @@ class CodedMean:
         size = torch.stack(sizes).amax()
         for message in self.shares.out:
             self.alarm.write(message, size, self.transport.rank, self.k)  # of the whole model: every owner must know
+            message.tell_news(self.transport.has_news)
             if self.scalars is not None:
                 message.scalars(self.scalars.numel()).copy_(self.scalars)
         self._exchange(self.shares.out, self.shares.inbox, self.shares.tags[0])
@@ -122,6 +123,7 @@ class CodedMean:
             self._wait(self.shares.tags[0])
             for node, message in enumerate(self.shares.inbox):
                 self.alarm.hear(message, node, self.k)
+                self.transport.heard_news |= message.tells_news()
             self._average_share()
             self._send_mean()
             self._wait(self.shares.tags[1])
@@ -214,6 +216,9 @@ class CodedBucketMean(Pending):
 
     total: CodedMean
     place: int
+
+    def arrive(self) -> None:
+        self.total.arrive()
 
     def wait(self) -> Mixed:
         scalars = self.total.arrive()

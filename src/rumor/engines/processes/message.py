@@ -12,10 +12,10 @@ import zlib
 import torch
 from torch import Tensor
 
-# A head is [size, alarm, scalars ..., step]: `size` is finite only if the payload is, alarm.py explains the second number. On GPUs the
-# step is left out, because the host would have to wait for the device to compare it.
+# A head is [size, alarm, scalars ..., news, step]: `size` is finite only if the payload is, alarm.py explains the second number, and
+# `Transport.has_news` the last but one. On GPUs the step is left out, because the host would have to wait for the device to compare it.
 HEAD = 8  # numbers; 64 bytes of float64 keep the payload aligned
-MOST_SCALARS = HEAD - 3
+MOST_SCALARS = HEAD - 4
 EXACT_IN_FLOAT32 = 2**24  # whole numbers up to here
 
 
@@ -36,13 +36,22 @@ class Message:
             raise ValueError(f"a message carries at most {MOST_SCALARS} scalars, got {count}: put more of them into a bucket")
         return self.head[2 : 2 + count]
 
-    def write_sum_head(self, alarmed: Tensor, doing: str, n: int) -> None:
-        """Fill in the head of a sum over n nodes: [label, alarmed, scalars ..., label squared]; the label stands for what is done."""
+    def tell_news(self, news: bool) -> None:
+        if self.on_host is not None:  # on GPUs nobody has news: members that come and go talk through host memory
+            self.on_host[-2] = news
+
+    def tells_news(self) -> bool:
+        return self.on_host is not None and bool(self.on_host[-2])
+
+    def write_sum_head(self, alarmed: Tensor, doing: str, n: int, news: bool = False) -> None:
+        """Fill in the head of a sum over n nodes: [label, alarmed, scalars ..., news, label squared]; the label stands for what is done."""
         # a label so small that squares and sums over n nodes are exact in float32
         label = zlib.crc32(doing.encode()) % min(251, 1 + math.isqrt((EXACT_IN_FLOAT32 - 1) // n))
         self.head.zero_()
         self.head[:1].fill_(label)
         self.head[1:2].copy_(alarmed)
+        if news:
+            self.head[-2:-1].fill_(1.0)
         self.head[-1:].fill_(label**2)
 
 

@@ -205,7 +205,7 @@ class AllReduce:
         self.parts = torch.split(self.message.payload, sizes)
         for channel, part in zip(channels, self.parts, strict=True):
             _scale(channel.out.payload, 1 / transport.n, part)
-        self.message.write_sum_head(alarm.is_known(), doing, transport.n)
+        self.message.write_sum_head(alarm.is_known(), doing, transport.n, transport.has_news)
         self._count = 0 if scalars is None else scalars.numel()
         if scalars is not None:
             self.message.scalars(self._count).copy_(scalars)
@@ -224,6 +224,8 @@ class AllReduce:
                 "must call step(), averaged(), finish() and consensus_distance() in the same order and equally often, also one with fewer "
                 "batches: compare averager.metrics.rounds of all ranks to see which one has skipped a call"
             )
+        if head[-2] > 0:
+            self.transport.heard_news = True
         if head[1] > 0:
             self._settle_alarm()
             for channel, part in zip(self.channels, self.parts, strict=True):
@@ -246,6 +248,9 @@ class BucketMean(Pending):
 
     total: AllReduce
     place: int
+
+    def arrive(self) -> None:
+        self.total.arrive()
 
     def wait(self) -> Mixed:
         scalars = self.total.arrive()

@@ -32,6 +32,8 @@ class ProcessGroup:
     Args:
         group: the torch.distributed group across nodes; the default group if None.
         local_group: the ranks inside this node, if a node is several ranks.
+        metrics: the counters to go on with; new ones if None.
+        is_registered: False for a group that torch.distributed does not know (gloo_group.py).
 
     Attributes:
         transport: sends messages to the other nodes.
@@ -39,9 +41,11 @@ class ProcessGroup:
         alarm: whether a model was not finite.
     """
 
-    def __init__(self, group: Group | None = None, local_group: Group | None = None):
-        self.metrics = Metrics()
-        self.transport = Transport(group, self.metrics)
+    def __init__(
+        self, group: Group | None = None, local_group: Group | None = None, metrics: Metrics | None = None, is_registered: bool = True
+    ):
+        self.metrics = metrics or Metrics()
+        self.transport = Transport(group, self.metrics, is_registered=is_registered)
         if local_group is not None and group is None:
             raise ValueError("local_group= (the ranks inside this node) needs group= too: one rank of each node, this one among them")
         self.local = None if local_group is None else Transport(local_group, self.metrics, called="local rank")

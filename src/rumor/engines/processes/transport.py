@@ -61,18 +61,25 @@ class Transport:
         sends_from_host: True for gloo and MPI, whose messages are in host memory; False for NCCL.
         device: where messages are.
         addresses: where each process listens (see liveness.py), by its name in errors; filled in by the handshake.
+        has_news: whether this node wants all nodes to hear of something; the next sum or average over all nodes tells them.
+        heard_news: whether some node had news, as of the last one. It is the same on all nodes.
     """
 
-    def __init__(self, group: Group | None, metrics: Metrics, called: str = "rank"):
-        if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError("no process group: call torch.distributed.init_process_group() first (torchrun sets its variables)")
-        self.group_ref: GroupRef = weakref.ref(group or dist.distributed_c10d._get_default_group())
-        self.n = dist.get_world_size(self.group)
-        self.rank = dist.get_rank(self.group)
+    def __init__(self, group: Group | None, metrics: Metrics, called: str = "rank", is_registered: bool = True):
+        self._is_registered = is_registered  # False for a group that torch.distributed does not know: gloo_group.py
+        self.metrics, self._called = metrics, called
+        self.has_news = self.heard_news = False
+        if is_registered:
+            if not (dist.is_available() and dist.is_initialized()):
+                raise RuntimeError("no process group: call torch.distributed.init_process_group() first (torchrun sets its variables)")
+            group = group or dist.distributed_c10d._get_default_group()
+        assert group is not None
+        self.group_ref: GroupRef = weakref.ref(group)
+        self.n = dist.get_world_size(group)
+        self.rank = dist.get_rank(group) if is_registered else group.rank()
         if self.rank < 0:
             raise ValueError("this process is not in the group it was given: each rank must pass a group that it belongs to")
-        self.metrics, self._called = metrics, called
-        self.backend = dist.get_backend(self.group)
+        self.backend = dist.get_backend(group) if is_registered else "gloo"
         self.sends_from_host = self.backend != "nccl"
         self.device = torch.device("cpu") if self.sends_from_host else torch.device("cuda", torch.cuda.current_device())
         self.addresses: liveness.Addresses = {}
@@ -90,10 +97,10 @@ class Transport:
     @property
     def ranks(self) -> list[int]:
         """Global ranks of the members."""
-        return dist.get_process_group_ranks(self.group)
+        return dist.get_process_group_ranks(self.group) if self._is_registered else list(range(self.n))
 
     def global_rank(self, member: int) -> int:
-        return dist.get_global_rank(self.group, member)
+        return dist.get_global_rank(self.group, member) if self._is_registered else member
 
     # ---- messages ----------------------------------------------------------------------------------------------------------------
 
@@ -102,10 +109,14 @@ class Transport:
         return next(self._tags)
 
     def send(self, tensor: Tensor, peers: Iterable[int], tag: int) -> list[Work]:
+        if not self._is_registered:
+            return [self.group.send([tensor], peer, tag) for peer in peers]
         works = [dist.isend(tensor, peer, self.group, tag) for peer in peers]
         return [work for work in works if work is not None]
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
+        if not self._is_registered:
+            return self.group.recv([tensor], peer, tag)
         work = dist.irecv(tensor, peer, self.group, tag)
         assert work is not None  # this rank is in the group
         return work
@@ -160,6 +171,12 @@ class Transport:
     def track(self, tag: int, works: Sequence[Work], memory: object) -> None:
         """Keep the memory of messages alive until `wait` has returned, even if this transport is dropped before."""
         self._in_flight[tag] = (works, memory)
+
+    def abandon(self) -> object:
+        """Wait for no message any more. Returns the memory that they may still fill, to be freed after the group."""
+        memory = list(self._in_flight.values())
+        self._in_flight.clear()
+        return memory
 
     def leave(self, tag: int, have_arrived: Callable[[], bool]) -> None:
         """Keep the memory of messages that nobody will wait for."""

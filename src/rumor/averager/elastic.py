@@ -1,0 +1,320 @@
+"""Elastic: keeps a replica attached to the members that are there, as nodes die, hang, leave and join.
+
+- Between global averages a loss is no emergency. A node that can't reach its neighbours takes its steps alone.
+- Before its next global average it meets the other survivors. They connect anew, bind the method to their number, and average.
+- After a global average in which some node had news of newcomers, all members stop, connect anew with them, and rank 0 hands them all
+  that they need. At that moment the members have the same model.
+- A global average changes no model until all of it has arrived, so one that a node's death interrupts can be repeated.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rumor.averager.replica import Replica
+from rumor.averager.sampler import MemberSampler
+from rumor.engines.processes.gloo_group import GlooGroup, connect, store_server
+from rumor.engines.processes.local_group import LocalGroup
+from rumor.engines.processes.process_group import ProcessGroup
+from rumor.membership.group import ElasticGroup
+from rumor.membership.link import Link, Offer
+from rumor.membership.protocol import PROTOCOL, Address, Stage
+from rumor.methods.algorithm import Algorithm
+from rumor.metrics import Metrics
+from rumor.model.tensors import ordinary_tensors
+
+PIECE = 2**26  # bytes of one message that hands over the state
+RECENT = 0.9  # how much of the slowest recent step remains of it a step later
+
+T = TypeVar("T")
+log = logging.getLogger("rumor")
+
+
+class Elastic:
+    """This node's membership in a job.
+
+    Args:
+        group: the coordinator, and this node's name.
+        replica: the model.
+        algorithm: the method, for any number of nodes.
+        setup: what must be the same on all nodes.
+        optimizer: whose state newcomers take over, if any.
+
+    Attributes:
+        members: names of the members, by rank.
+        rank: of this node.
+        samplers: those that divide data among the members.
+    """
+
+    def __init__(
+        self,
+        group: ElasticGroup,
+        replica: Replica,
+        algorithm: Algorithm,
+        setup: dict[str, str],
+        optimizer: torch.optim.Optimizer | None,
+    ):
+        self._uid, self._replica, self._algorithm, self._optimizer = group.uid, replica, algorithm, optimizer
+        self.members: list[str] = []
+        self.rank = 0
+        self.samplers: list[MemberSampler] = []
+        self._gloo: GlooGroup | None = None
+        self._is_member = False  # whether this node has the job's state
+        self._is_at_end = False  # whether it came in after the others had made their last average
+        self._metrics = Metrics()
+        self._computing_since = time.monotonic()
+        hello = {
+            "protocol": PROTOCOL,
+            "uid": group.uid,
+            "name": group.name,
+            "setup": setup,
+            "min_nodes": group.min_nodes,
+            "timeout": group.timeout,
+            "drop_slow": group.drop_slow,
+        }
+        self._link = Link(group.coordinator, hello, self._on_lost)
+        self._link.connect()
+        self._store = store_server()
+        self._link.start(Address(self._link.host, self._store.port))
+        try:
+            self._regroup("join")
+        except BaseException:
+            self._link.close()
+            raise
+
+    # ---- training ----------------------------------------------------------------------------------------------------------------
+
+    def step(self, loss: Tensor | float | None, lr: float | None) -> None:
+        """Mix the models with those of the members that are there."""
+        self._stop_computing()
+        self._transport.has_news = self._link.newcomers > 0
+        try:
+            if self._replica.runner.is_next_global:
+                self._global_step(loss, lr)
+            else:
+                self._gossip_step(loss, lr)
+        finally:
+            self._start_computing()
+
+    def _gossip_step(self, loss: Tensor | float | None, lr: float | None) -> None:
+        k = self._replica.runner.k
+        if not self._is_broken:
+            try:
+                self._replica.begin(loss, lr)
+                self._replica.settle()
+            except ConnectionError as error:
+                self._break(error)
+        if self._replica.runner.k == k:  # else the step had ended when the connection was lost
+            self._replica.runner.step_alone()
+
+    def _global_step(self, loss: Tensor | float | None, lr: float | None) -> None:
+        k, was_broken = self._replica.runner.k, False
+        while self._replica.runner.k == k:
+            if self._is_broken:
+                was_broken = True
+                if self._regroup("before"):
+                    return  # it has fallen behind, and goes on from the others' state
+                self._transport.has_news = self._link.newcomers > 0
+            try:
+                self._replica.begin(loss, lr, at_once=was_broken)
+                self._replica.runner.arrive()
+                self._replica.settle()
+            except ConnectionError as error:
+                self._break(error)
+                if self._replica.runner.k == k:
+                    self._replica.runner.drop_step()
+        if self._transport.heard_news and not self._is_broken:
+            self._regroup("after")
+
+    def together(self, do: Callable[[], T]) -> T | None:
+        """Call `do`, a collective that all members call at this step. Repeat it with the survivors if a member dies meanwhile.
+
+        Returns None without a call if this node has fallen behind, and has the others' state now.
+        """
+        self._stop_computing()
+        try:
+            while True:
+                if self._is_broken and self._regroup("before"):
+                    return None
+                try:
+                    return do()
+                except ConnectionError as error:
+                    self._break(error)
+        finally:
+            self._start_computing()
+
+    def finish(self) -> None:
+        """Average once more, wait until all members have done so, and leave."""
+        if not self._is_at_end:
+            self.together(self._replica.finish)
+        self._stop_computing()
+        while not self._regroup("end"):
+            pass
+        self.leave()
+
+    def leave(self) -> None:
+        """Leave the job. The others go on."""
+        self._link.close()
+        if self._gloo is not None:
+            self._gloo.break_up()
+            self._dispose()
+
+    # ---- losses ------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_broken(self) -> bool:
+        return self._gloo is None or self._gloo.is_broken
+
+    @property
+    def _transport(self) -> Any:
+        return self._replica.engine.transport
+
+    def _break(self, error: Exception) -> None:
+        """Give up this epoch's connections, so that all members notice."""
+        assert self._gloo is not None
+        if not self._gloo.is_broken:
+            log.info("rumor: step %d: %s", self._replica.runner.k, error)
+            self._gloo.break_up()
+
+    def _on_lost(self, why: str) -> None:
+        """The coordinator says that this epoch is broken (in the link's thread)."""
+        log.info("rumor: %s", why)
+        if (gloo := self._gloo) is not None:
+            gloo.break_up()
+
+    # ---- the next epoch ------------------------------------------------------------------------------------------------------------
+
+    def _regroup(self, stage: Stage) -> bool:
+        """Wait for the next epoch, and connect to its members.
+
+        Returns whether there is nothing left to do for the caller: at the "end" because the job is over, else because this node has
+        taken over the state of another member.
+        """
+        began = time.perf_counter()
+        while True:
+            k = self._replica.runner.k if self._gloo is not None else 0
+            offer = self._link.next_epoch(k, stage if self._is_member else "join")
+            if offer.is_over or offer.is_same:
+                self._transport.heard_news = False
+                return offer.is_over
+            if (took_over := self._enter(offer)) is not None:
+                break
+        self._metrics.membership_changes += 1
+        self._metrics.seconds_regrouping += time.perf_counter() - began
+        return took_over
+
+    def _enter(self, offer: Offer) -> bool | None:
+        """Become a member of an epoch. Returns whether this node has taken over the state of another; None if it has failed."""
+        rank, n = [peer.uid for peer in offer.members].index(self._uid), len(offer.members)
+        store, name = offer.members[0].store, f"{offer.number}-{offer.token}"
+        gloo = connect(lambda: GlooGroup(store, name, rank, n, self._link.host), lambda: self._link.is_lost(offer))
+        if gloo is None:
+            self._link.failed(offer)
+            return None
+        takes_over = rank >= offer.holders
+        own = self._replica.runner.shared_state() if self._gloo is not None and not takes_over else None
+        self._dispose()
+        self._gloo, self.members, self.rank = gloo, [peer.name for peer in offer.members], rank
+        if self._link.is_lost(offer):  # while it was connecting
+            gloo.break_up()
+        if takes_over:
+            self._is_member = False  # until it has all of the state
+        try:
+            with ordinary_tensors():
+                self._attach(gloo, own)
+                if offer.holders < n:
+                    self._hand_over(offer.holders)
+        except ConnectionError as error:
+            self._break(error)
+            return None if takes_over else False
+        self._is_member, self._is_at_end = True, takes_over and offer.is_at_end
+        return takes_over
+
+    def _attach(self, gloo: GlooGroup, own: dict[str, Any] | None) -> None:
+        """Bind the method to the members that there are now."""
+        engine = ProcessGroup(gloo.group, metrics=self._metrics, is_registered=False)
+        self._metrics.waited_for.clear()
+        self._handing_over = engine.transport.new_tag()
+        self._replica.attach(engine, LocalGroup(engine), self._algorithm.bind(engine.n), broadcast=False)
+        if own is not None:
+            self._replica.runner.take_over(own, is_own=True)
+
+    def _dispose(self) -> None:
+        """Free the connections of the epoch before."""
+        if self._gloo is not None:
+            self._gloo.break_up()
+            self._gloo.dispose((self._transport.abandon(), self._replica.buckets))
+            self._gloo = None
+
+    # ---- state -------------------------------------------------------------------------------------------------------------------
+
+    def _hand_over(self, holders: int) -> None:
+        """Rank 0 sends the job's state to those that have none."""
+        transport = self._transport
+        doing = f"handing over the state at step {self._replica.runner.k}"
+        if transport.rank == 0:
+            data = torch.frombuffer(bytearray(self._state()), dtype=torch.uint8)
+            size = torch.tensor([len(data)])
+            for piece in (size, *torch.split(data, PIECE)):
+                works = transport.call(lambda piece=piece: transport.send(piece, range(holders, transport.n), self._handing_over), doing)
+                transport.wait(works, doing)
+            self._metrics.bytes_sent += len(data) * (transport.n - holders)
+        elif transport.rank >= holders:
+            size = torch.zeros(1, dtype=torch.int64)
+            transport.wait([transport.call(lambda: transport.receive(size, 0, self._handing_over), doing)], doing)
+            data = torch.zeros(int(size), dtype=torch.uint8)
+            for piece in torch.split(data, PIECE):
+                transport.wait([transport.call(lambda piece=piece: transport.receive(piece, 0, self._handing_over), doing)], doing)
+            self._take_over(data)
+
+    def _state(self) -> bytes:
+        replica, file = self._replica, io.BytesIO()
+        state = {
+            "model": [t.detach() for t in (*replica.model.parameters(), *replica.model.buffers())],
+            "method": replica.runner.shared_state(),
+            "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
+            "positions": [sampler.position for sampler in self.samplers],
+        }
+        torch.save(state, file)
+        return file.getvalue()
+
+    def _take_over(self, data: Tensor) -> None:
+        replica = self._replica
+        state = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True, map_location="cpu")
+        with torch.no_grad():
+            for t, value in zip((*replica.model.parameters(), *replica.model.buffers()), state["model"], strict=True):
+                t.copy_(value)
+        if self._optimizer is not None and state["optimizer"] is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        replica.check_tensors()
+        replica.runner.take_over(state["method"], is_own=False)
+        self._positions = state["positions"]
+        for sampler, position in zip(self.samplers, self._positions, strict=False):
+            sampler.position = position
+
+    # ---- data --------------------------------------------------------------------------------------------------------------------
+
+    _positions: list[int] = []  # of the samplers of the member whose state this node has taken over
+
+    def add_sampler(self, sampler: MemberSampler) -> None:
+        if len(self.samplers) < len(self._positions):
+            sampler.position = self._positions[len(self.samplers)]
+        self.samplers.append(sampler)
+
+    # ---- what the coordinator hears ------------------------------------------------------------------------------------------------
+
+    def _stop_computing(self) -> None:
+        link, took = self._link, time.monotonic() - self._computing_since
+        link.step_seconds = max(took, RECENT * link.step_seconds)
+        link.computing = False
+
+    def _start_computing(self) -> None:
+        self._computing_since = time.monotonic()
+        self._link.k, self._link.computing = self._replica.runner.k, True

@@ -1,0 +1,12 @@
+"""Members that come and go. Nothing here imports torch.
+
+protocol        what members and the coordinator tell each other
+roster          decides who the members are (no sockets, no clock: easy to test)
+coordinator     the server that runs a roster: `rumor coordinator`
+link            a member's connection to the coordinator, in a thread
+group           `rumor.elastic`, what users hand to the Averager
+"""
+
+from rumor.membership.group import ElasticGroup, elastic
+
+__all__ = ["ElasticGroup", "elastic"]

@@ -1,0 +1,122 @@
+"""The coordinator: a small server that says who the members of a job are. `rumor coordinator` runs it.
+
+It carries no models and needs no torch. If it dies, members go on with whom they have. If it is started again, they come back to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from rumor.membership.protocol import LONGEST_LINE, Address, Message, decode, encode
+from rumor.membership.roster import Log, Roster
+
+TICK = 0.2  # seconds
+HELLO_WITHIN = 10.0  # seconds for a connection to introduce itself
+
+
+@dataclass
+class _Connection:
+    writer: asyncio.StreamWriter
+    uid: str | None = None
+
+    def send(self, kind: str, values: Message) -> None:
+        with contextlib.suppress(OSError, RuntimeError):  # the reader notices that the connection has ended
+            self.writer.write(encode(kind, **values))
+
+
+class Coordinator:
+    """Serves one job.
+
+    Args:
+        bind: where to listen. Port 0 takes a free one, which `address` tells.
+        min_nodes: how many nodes there must be for training to begin, and to go on after a loss.
+        log: prints one line.
+    """
+
+    def __init__(self, bind: Address, min_nodes: int = 1, log: Log = print):
+        self._bind, self._log = bind, log
+        self._connections: dict[str, _Connection] = {}  # by uid
+        self.roster = Roster(self._send, log, min_nodes)
+        self.address = bind
+
+    async def serve(self, started: Callable[[Address], object] = lambda _: None) -> None:
+        """Run until cancelled."""
+        server = await asyncio.start_server(self._serve_one, self._bind.host, self._bind.port, limit=LONGEST_LINE)
+        host, port = server.sockets[0].getsockname()[:2]
+        self.address = Address(host, port)
+        started(self.address)
+        async with server:
+            while True:
+                self.roster.tick(time.monotonic())
+                await asyncio.sleep(TICK)
+
+    def _send(self, uid: str, kind: str, values: Message) -> None:
+        if (connection := self._connections.get(uid)) is not None:
+            connection.send(kind, values)
+            if kind in ("over", "refused"):
+                connection.writer.close()
+
+    async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection, why = _Connection(writer), "is lost: its connection has ended"
+        try:
+            hello = decode(await asyncio.wait_for(reader.readline(), HELLO_WITHIN))
+            if not self._greet(connection, hello):
+                return
+            while line := await reader.readline():
+                message = decode(line)
+                if message["kind"] == "bye":
+                    why = "has left"
+                    break
+                if self._connections.get(connection.uid or "") is not connection:
+                    break  # it was dropped for its silence, or came back on another connection
+                self._hear(connection.uid or "", message)
+        except (ValueError, KeyError, TypeError) as error:  # garbage, or a line that is too long
+            self._log(f"closed a connection from {_peer(writer)}: {error}")
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            if connection.uid is not None and self._connections.get(connection.uid) is connection:
+                del self._connections[connection.uid]
+                self.roster.gone(connection.uid, why, time.monotonic())
+            writer.close()
+
+    def _greet(self, connection: _Connection, hello: Message) -> bool:
+        if hello["kind"] != "hello" or not _is_complete(hello):
+            raise ValueError("it does not say hello as a member does")
+        uid = str(hello["uid"])
+        before, self._connections[uid] = self._connections.get(uid), connection
+        if before is not None:
+            before.writer.close()
+        if self.roster.hello(hello, time.monotonic()):
+            connection.uid = uid
+            return True
+        del self._connections[uid]
+        return False
+
+    def _hear(self, uid: str, message: Message) -> None:
+        now, roster = time.monotonic(), self.roster
+        if uid not in roster.nodes:
+            return
+        if message["kind"] == "beat":
+            roster.beat(uid, message, now)
+        elif message["kind"] == "ready":
+            roster.ready(uid, message, now)
+        elif message["kind"] == "failed":
+            roster.failed(uid, message["epoch"], now)
+
+
+def _is_complete(hello: Message) -> bool:
+    """Return whether a hello has all that the roster reads, of the right types."""
+    types: dict[str, Any] = {"uid": str, "name": str, "setup": dict, "store": list, "min_nodes": int, "k": int, "members": list}
+    numbers = all(hello.get(name) is None or isinstance(hello[name], int | float) for name in ("timeout", "drop_slow", "epoch"))
+    return all(isinstance(hello.get(name), type_) for name, type_ in types.items()) and numbers
+
+
+def _peer(writer: asyncio.StreamWriter) -> str:
+    peer = writer.get_extra_info("peername")
+    return str(peer[0]) if peer else "somewhere"

@@ -1,0 +1,59 @@
+"""`rumor.elastic`: a group whose members come and go."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from dataclasses import dataclass, field
+
+from rumor.membership.protocol import Address, parse_address
+
+
+@dataclass(frozen=True)
+class ElasticGroup:
+    """A group whose members come and go. `rumor.elastic` returns one; hand it to `rumor.Averager(..., group=...)`.
+
+    Attributes:
+        coordinator: address of the coordinator.
+        name: of this node, in messages.
+        min_nodes: how many nodes there must be.
+        timeout: seconds that others wait for a member that does not call step(); None for 60, or 20 of the slowest steps if longer.
+        drop_slow: how many times slower than the others a member may be; None if it may be slow.
+        uid: tells this process from all others.
+    """
+
+    coordinator: Address
+    name: str
+    min_nodes: int = 1
+    timeout: float | None = None
+    drop_slow: float | None = None
+    uid: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)
+
+
+def elastic(
+    coordinator: str, name: str | None = None, min_nodes: int = 1, timeout: float | None = None, *, drop_slow: float | None = None
+) -> ElasticGroup:
+    """Let members come and go: nodes that die, hang or leave do not stop the others, and newcomers take over the job's state.
+
+    Start a coordinator first (`rumor coordinator`), then a plain `python train.py` on each host, in any order. Members change at global
+    averages. Every wait ends: a lost node is noticed by its closed connection, a silent one after 5 seconds.
+
+    Args:
+        coordinator: HOST:PORT of the coordinator.
+        name: name of this node in messages; its host and process id if None.
+        min_nodes: training begins, and goes on after a loss, with at least so many nodes. With fewer, those that are here wait.
+        timeout: seconds that others wait for a member that is alive but does not call step(), before they go on without it. None: 60
+            seconds, or 20 of the slowest recent steps if that is longer.
+        drop_slow: go on without a member whose step takes this many times as long as the others' (1 second at least). None: wait for it.
+
+    >>> rumor.elastic("node0:29510", name="alice")
+    ElasticGroup(coordinator=Address(host='node0', port=29510), name='alice', min_nodes=1, timeout=None, drop_slow=None)
+    """
+    if isinstance(min_nodes, bool) or not isinstance(min_nodes, int) or min_nodes < 1:
+        raise ValueError(f"min_nodes must be a whole number >= 1, got min_nodes={min_nodes!r}")
+    if timeout is not None and timeout <= 0:
+        raise ValueError(f"timeout is in seconds and must be above 0, got timeout={timeout!r}")
+    if drop_slow is not None and drop_slow <= 1:
+        raise ValueError(f"drop_slow is how many times slower a member may be, and must be above 1, got drop_slow={drop_slow!r}")
+    return ElasticGroup(parse_address(coordinator), name or f"{socket.gethostname()}:{os.getpid()}", min_nodes, timeout, drop_slow)

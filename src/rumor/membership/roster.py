@@ -1,0 +1,318 @@
+"""Roster: decides who the members are, and when the next epoch begins. It has no sockets and no clock, so tests can drive it.
+
+Rules:
+
+- Members change at global averages only. If nodes are lost, the others meet *before* their next global average, and those that get
+  there average. If newcomers wait, all members stop *after* a global average, when they have the same model, and let them in.
+- A member that has fallen behind (it missed a global average that others completed) joins again like a newcomer.
+- A member is lost when its connection ends or when it is silent. A slow member is not lost, unless it keeps others waiting for too long.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import NamedTuple
+
+from rumor.membership.protocol import PROTOCOL, SILENCE, Message, Stage
+
+JOIN_WINDOW = 1.0  # seconds without a further newcomer before a new job begins
+SLOW_LEAST = 1.0  # seconds that a member may take for a step in any case, with drop_slow
+HUNG_LEAST, HUNG_STEPS = 60.0, 20.0  # a member hangs if it keeps others waiting for so many seconds, and so many of the slowest steps
+RANKS: dict[Stage, int] = {"join": -1, "before": 0, "after": 1, "end": 1}
+
+Send = Callable[[str, str, Message], None]  # to this member: kind, values
+Log = Callable[[str], None]
+
+
+class Ready(NamedTuple):
+    """A member waits for the next epoch at step k."""
+
+    k: int
+    stage: Stage
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """How far the member has come: the larger, the further."""
+        return (-1, 0) if self.stage == "join" else (self.k, RANKS[self.stage])
+
+
+@dataclass
+class Member:
+    """What the coordinator knows of one node."""
+
+    uid: str
+    name: str
+    setup: dict[str, str]
+    store: list[str | int]
+    min_nodes: int
+    timeout: float | None
+    drop_slow: float | None
+    heard: float  # when it last gave a sign of life
+    progressed: float  # when it last took a step
+    k: int = 0
+    computing: bool = False
+    step_seconds: float = 0.0  # the slowest of its recent steps
+    ready: Ready | None = None
+
+
+@dataclass
+class Epoch:
+    """The current epoch.
+
+    Attributes:
+        number: its number.
+        uids: the members that are still in it, in the order of their ranks.
+        is_broken: whether members have been told that it is.
+        absent: members that have yet to come back to a coordinator that was started again, and how long they may take.
+    """
+
+    number: int
+    uids: list[str]
+    is_broken: bool = False
+    absent: dict[str, float] = field(default_factory=dict)
+
+
+class Roster:
+    """Who is here, who is a member, and who waits.
+
+    Args:
+        send: sends a message to a member.
+        log: prints one line.
+        min_nodes: how many nodes there must be for training to go on.
+    """
+
+    def __init__(self, send: Send, log: Log, min_nodes: int = 1):
+        self._send, self._log, self._min_nodes = send, log, min_nodes
+        self.nodes: dict[str, Member] = {}
+        self.epoch: Epoch | None = None
+        self.over_at: int | None = None
+        self._last_hello = 0.0
+        self._last_number = 0
+        self._told: tuple[int, int, int] | None = None  # the last news
+
+    # ---- what nodes say ----------------------------------------------------------------------------------------------------------
+
+    def hello(self, message: Message, now: float) -> bool:
+        """A node introduces itself, or comes back. Returns whether it may stay."""
+        if (problem := self._problem(message)) is not None:
+            self._log(f"refused {message.get('name')}: {problem}")
+            self._send(message["uid"], "refused", {"why": problem})
+            return False
+        uid = message["uid"]
+        came_back = uid in self.nodes
+        self.nodes[uid] = Member(
+            uid,
+            message["name"],
+            message["setup"],
+            message["store"],
+            message["min_nodes"],
+            message["timeout"],
+            message["drop_slow"],
+            heard=now,
+            progressed=now,
+            k=message["k"],
+        )
+        self._last_hello = now
+        self._send(uid, "welcome", {})
+        number = message["epoch"]
+        if number is not None and self.epoch is None:  # this coordinator was started again
+            self.epoch = Epoch(number, list(message["members"]), absent=dict.fromkeys(message["members"], now + SILENCE))
+            self._last_number = max(self._last_number, number)
+        if self.epoch is not None:
+            self.epoch.absent.pop(uid, None)
+        if self._is_member(uid) and not self._is_member(uid, number):  # it has not heard of this epoch
+            self._remove(uid, f"{message['name']} has lost its connection")
+        if number is not None and not self._is_member(uid, number):
+            self._send(uid, "dropped", {"why": "the others went on without it"})
+        if not came_back:
+            self._log(f"{message['name']} is here")
+        self._tell_news()
+        return True
+
+    def beat(self, uid: str, message: Message, now: float) -> None:
+        node = self.nodes[uid]
+        node.heard = now
+        if (message["k"], message["computing"]) != (node.k, node.computing):
+            node.progressed = now
+        node.k, node.computing, node.step_seconds = message["k"], message["computing"], message["step_seconds"]
+        self._send(uid, "beat", {})
+
+    def ready(self, uid: str, message: Message, now: float) -> None:
+        node = self.nodes[uid]
+        node.heard = node.progressed = now
+        node.k, node.ready, node.computing = message["k"], Ready(message["k"], message["stage"]), False
+        self._tell_news()
+        self._form(now)
+
+    def failed(self, uid: str, number: int, now: float) -> None:
+        """A member could not connect to the others: all of them try again."""
+        if self._is_member(uid, number):
+            self._break(f"{self.nodes[uid].name} could not connect to the others")
+
+    def gone(self, uid: str, why: str, now: float) -> None:
+        """A node's connection has ended, or it is silent, or it has left."""
+        node = self.nodes.pop(uid, None)
+        if node is None:
+            return
+        self._log(f"{node.name} {why}")
+        self._remove(uid, f"{node.name} {why}")
+        self._tell_news()
+        self._form(now)
+
+    def tick(self, now: float) -> None:
+        """Call this a few times a second."""
+        for node in list(self.nodes.values()):
+            if now - node.heard > SILENCE:
+                self._send(node.uid, "dropped", {"why": f"it was silent for {SILENCE:.0f} s"})
+                self.gone(node.uid, "is lost: it is silent", now)
+        if self.epoch is not None:
+            for uid in [uid for uid, until in self.epoch.absent.items() if now > until]:
+                del self.epoch.absent[uid]
+                self._remove(uid, "a member is lost: it has not come back")
+        self._look_for_hung_nodes(now)
+        self._form(now)
+
+    # ---- who may take part -------------------------------------------------------------------------------------------------------
+
+    def _problem(self, message: Message) -> str | None:
+        """Return why a node may not take part."""
+        if message.get("protocol") != PROTOCOL:
+            return f"the coordinator speaks version {PROTOCOL} of the protocol, this node version {message.get('protocol')}"
+        if self.over_at is not None:
+            return f"the job has ended at step {self.over_at}: start another coordinator for a new job"
+        first = next((node for node in self.nodes.values() if node.uid != message["uid"]), None)
+        for what in {**first.setup, **message["setup"]} if first is not None else ():
+            here, there = first.setup.get(what), message["setup"].get(what)  # type: ignore[union-attr]
+            if here != there:
+                return f"nodes disagree on the {what}: the others have {here}, this node has {there}"
+        return None
+
+    def _is_member(self, uid: str, number: int | None = None) -> bool:
+        return self.epoch is not None and uid in self.epoch.uids and number in (None, self.epoch.number)
+
+    def _remove(self, uid: str, why: str) -> None:
+        """Take a member out of the epoch, and tell the others that it is broken."""
+        if self.epoch is not None and uid in self.epoch.uids:
+            self.epoch.uids.remove(uid)
+            self._break(why)
+            if not self.epoch.uids:
+                self.epoch = None
+
+    def _break(self, why: str) -> None:
+        assert self.epoch is not None
+        self.epoch.is_broken = True
+        for uid in self.epoch.uids:
+            self._send(uid, "lost", {"epoch": self.epoch.number, "why": why})
+
+    def _drop(self, node: Member, why: str, now: float) -> None:
+        """Go on without a member that is alive. It may join again."""
+        self._log(f"{node.name} is dropped: {why}")
+        self._send(node.uid, "dropped", {"why": why})
+        self._remove(node.uid, f"{node.name} is dropped: {why}")
+        self._form(now)
+
+    def _look_for_hung_nodes(self, now: float) -> None:
+        members = self._members()
+        waiting = [node for node in members if not node.computing]
+        for node in members:
+            others = [other for other in members if other is not node]
+            if node.computing and any(other in waiting for other in others) and now - node.progressed > (limit := _limit(node, others)):
+                self._drop(node, f"others have waited for it for {limit:.1f} s", now)
+        if len(waiting) == len(members) > 1 and not all(node.ready for node in members) and self.epoch is not None:
+            stuck = min(now - node.progressed for node in members)
+            if not self.epoch.is_broken and stuck > max(_limit(node, members) for node in members):
+                self._break(f"all members have waited for each other for {stuck:.0f} s")
+
+    def _members(self) -> list[Member]:
+        return [self.nodes[uid] for uid in self.epoch.uids if uid in self.nodes] if self.epoch is not None else []
+
+    # ---- the next epoch ----------------------------------------------------------------------------------------------------------
+
+    def _form(self, now: float) -> None:
+        """Begin the next epoch if all members wait for it."""
+        members = self._members()
+        if self.epoch is not None and (self.epoch.absent or any(node.ready is None for node in members)):
+            return
+        newcomers = [node for node in self.nodes.values() if node not in members and node.ready is not None]
+        if not self._are_enough(len(members) + len(newcomers)):
+            return
+        if members:
+            self._go_on(members, newcomers)
+        elif newcomers and now - self._last_hello >= JOIN_WINDOW:
+            first = max(newcomers, key=lambda node: node.k)  # the first of those that have come furthest; all start from its model
+            self._begin([first], [node for node in newcomers if node is not first])
+
+    def _are_enough(self, count: int) -> bool:
+        return count >= max([self._min_nodes, *(node.min_nodes for node in self.nodes.values())])
+
+    def _go_on(self, members: list[Member], newcomers: list[Member]) -> None:
+        assert self.epoch is not None
+        furthest = max(_progress(node) for node in members)
+        ahead = [node for node in members if _progress(node) == furthest]
+        behind = [node for node in members if _progress(node) != furthest]
+        stages = {node.ready.stage for node in ahead if node.ready is not None}
+        if stages == {"end"} and not behind:
+            self._end(furthest[0])
+        elif stages & {"before"}:  # those that are behind, and newcomers, come in after this global average
+            self._begin(ahead, [])
+        elif not (behind or newcomers or self.epoch.is_broken):
+            for node in members:
+                node.ready = None
+                self._send(node.uid, "same", {})
+        else:
+            self._begin(ahead, [*behind, *newcomers], at_end=stages == {"end"})
+
+    def _begin(self, holders: list[Member], joining: list[Member], at_end: bool = False) -> None:
+        """Begin an epoch. The `holders` have the job's state, and the first of them hands it to those that are `joining`."""
+        self._last_number += 1
+        everyone = [*holders, *joining]
+        self.epoch = Epoch(self._last_number, [node.uid for node in everyone])
+        members = [{"uid": node.uid, "name": node.name, "store": node.store} for node in everyone]
+        offer = {"number": self._last_number, "token": secrets.token_hex(8), "members": members}
+        offer |= {"holders": len(holders), "at_end": at_end}
+        for node in everyone:
+            node.ready = None
+            self._send(node.uid, "epoch", offer)
+        self._log(f"epoch {self._last_number}: {', '.join(node.name for node in everyone)}" + (f"; {len(joining)} new" if joining else ""))
+        self._told = None
+        self._tell_news()
+
+    def _end(self, k: int) -> None:
+        self._log(f"the job has ended at step {k}")
+        self.over_at = k
+        for node in self.nodes.values():
+            if self._is_member(node.uid):
+                self._send(node.uid, "over", {"k": k})
+            else:
+                self._send(node.uid, "refused", {"why": f"the job has ended at step {k}: start another coordinator for a new job"})
+        self.nodes.clear()
+        self.epoch = None
+
+    def _tell_news(self) -> None:
+        """Tell all nodes how many newcomers wait to be let in, if that has changed."""
+        newcomers = sum(node.ready is not None and not self._is_member(node.uid) for node in self.nodes.values())
+        needed = max([self._min_nodes, *(node.min_nodes for node in self.nodes.values())])
+        news = newcomers, len(self.nodes), needed
+        if news == self._told:
+            return
+        self._told = news
+        for uid in self.nodes:
+            self._send(uid, "news", {"newcomers": newcomers, "here": len(self.nodes), "needed": needed})
+
+
+def _progress(node: Member) -> tuple[int, int]:
+    assert node.ready is not None
+    return node.ready.progress
+
+
+def _limit(node: Member, others: Iterable[Member]) -> float:
+    """Return how long a member may take for a step while others wait for it, in seconds."""
+    seconds = [other.step_seconds for other in others]
+    limits = [other.drop_slow for other in (node, *others) if other.drop_slow is not None]
+    if limits and seconds:
+        return max(SLOW_LEAST, min(limits) * median(seconds))
+    given = [other.timeout for other in (node, *others) if other.timeout is not None]
+    return max(given) if given else max(HUNG_LEAST, HUNG_STEPS * max([*seconds, node.step_seconds]))
