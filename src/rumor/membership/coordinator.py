@@ -53,6 +53,7 @@ class Coordinator:
         async with server:
             while True:
                 self.roster.tick(time.monotonic())
+                self._close_lost()
                 await asyncio.sleep(TICK)
 
     def _send(self, uid: str, kind: str, values: Message) -> None:
@@ -60,6 +61,11 @@ class Coordinator:
             connection.send(kind, values)
             if kind in ("over", "refused"):
                 connection.writer.close()
+
+    def _close_lost(self) -> None:
+        """Close the connections of nodes that are no longer here. If they come back to life, they say hello again."""
+        for uid in [uid for uid in self._connections if uid not in self.roster.nodes]:
+            self._connections.pop(uid).writer.close()
 
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection, why = _Connection(writer), "is lost: its connection has ended"

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from rumor.membership.protocol import PROTOCOL, SILENCE, Message, Stage
 
 JOIN_WINDOW = 1.0  # seconds without a further newcomer before a new job begins
+START_GRACE = 2.0  # seconds for the members of a job to come back to a coordinator that was started again, before a new job may begin
 SLOW_LEAST = 1.0  # seconds that a member may take for a step in any case, with drop_slow
 HUNG_LEAST, HUNG_STEPS = 60.0, 20.0  # a member hangs if it keeps others waiting for so many seconds, and so many of the slowest steps
 RANKS: dict[Stage, int] = {"join": -1, "before": 0, "after": 1, "end": 1}
@@ -90,6 +91,7 @@ class Roster:
         self.epoch: Epoch | None = None
         self.over_at: int | None = None
         self._last_hello = 0.0
+        self._started: float | None = None  # when this coordinator was
         self._last_number = 0
         self._told: tuple[int, int, int] | None = None  # the last news
 
@@ -164,6 +166,7 @@ class Roster:
 
     def tick(self, now: float) -> None:
         """Call this a few times a second."""
+        self._started = now if self._started is None else self._started
         for node in list(self.nodes.values()):
             if now - node.heard > SILENCE:
                 self._send(node.uid, "dropped", {"why": f"it was silent for {SILENCE:.0f} s"})
@@ -241,9 +244,12 @@ class Roster:
             return
         if members:
             self._go_on(members, newcomers)
-        elif newcomers and now - self._last_hello >= JOIN_WINDOW:
+        elif newcomers and self._may_begin(now):
             first = max(newcomers, key=lambda node: node.k)  # the first of those that have come furthest; all start from its model
             self._begin([first], [node for node in newcomers if node is not first])
+
+    def _may_begin(self, now: float) -> bool:
+        return self._started is not None and now - self._started >= START_GRACE and now - self._last_hello >= JOIN_WINDOW
 
     def _are_enough(self, count: int) -> bool:
         return count >= max([self._min_nodes, *(node.min_nodes for node in self.nodes.values())])

@@ -1,0 +1,280 @@
+"""Jobs of real processes whose nodes die, hang, leave and join, and a check of every global average that they make.
+
+Each node adds a number of its own to its model in every step, and writes what it had before and after each global average. `check_means`
+then recomputes every average from the members that took part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rumor
+import rumor.membership.roster
+from rumor.averager.elastic import Elastic
+from rumor.engines.processes import gloo_group
+from rumor.engines.processes.transport import Transport
+from rumor.membership.coordinator import Coordinator
+from rumor.membership.protocol import Address
+from rumor.methods.runner import Runner
+from tests import warm
+
+METHODS = {
+    "pga": lambda: rumor.gossip_pga(rumor.one_peer_exponential, H=4),
+    "ring": lambda: rumor.gossip_pga(rumor.ring, H=4),
+    "delay": lambda: rumor.gossip_pga(rumor.one_peer_exponential, H=4, delay=1),
+    "8 bits": lambda: rumor.gossip_pga(rumor.one_peer_exponential, H=4, bits=8),
+    "aga": lambda: rumor.gossip_aga(rumor.one_peer_exponential, warmup=8, H_init=3, H_max=6),
+    "local": lambda: rumor.local_sgd(H=4),
+    "parallel": lambda: rumor.parallel_sgd(),
+    "slowmo": lambda: rumor.slowmo(rumor.one_peer_exponential, H=4),
+    "diloco": lambda: rumor.diloco(H=4),
+}
+
+
+class Model(torch.nn.Module):
+    """A few numbers in several tensors, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
+        self.b = torch.nn.Parameter(torch.zeros(2, 3, dtype=torch.float64))
+        self.register_buffer("c", torch.zeros(2, dtype=torch.float64))
+
+    def flat(self) -> list[float]:
+        return torch.cat([self.a.detach(), self.b.detach().reshape(-1), self.c]).tolist()
+
+
+def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
+    """One node. It writes a line for each step to folder/NAME."""
+    torch.set_num_threads(1)
+    torch.manual_seed(os.getpid())
+    output = os.open(f"{folder}/{name}.err", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 2)
+    model = Model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    averaged_by: list[list[str]] = []
+    _record_members(averaged_by)
+    _plan_death(options.get("die"))
+    slow_from, hangs_at = options.get("slow_from", math.inf), options.get("hangs_at")
+    method = METHODS[options.get("method", "pga")]()
+    group = rumor.elastic(address, name, options.get("min_nodes", 1), options.get("timeout"), drop_slow=options.get("drop_slow"))
+    try:
+        averager = rumor.Averager(model, method, group=group, optimizer=opt, average_state=options.get("average_state"))
+    except RuntimeError as error:
+        Path(folder, f"{name}.refused").write_text(str(error))
+        return
+    own = 1.0 + sum(map(ord, name)) % 97
+    with open(f"{folder}/{name}", "a", buffering=1) as file:
+        file.write(json.dumps({"joined": averager.steps, "after": model.flat(), "momentum": _momentum(opt)}) + "\n")
+        while averager.steps < options["steps"]:
+            k = averager.steps
+            for p in model.parameters():
+                p.grad = torch.full_like(p, own * (1 + k % 3))
+            opt.step()
+            model.c += own
+            time.sleep(options.get("pause", 0.01) * (10 if k >= slow_from else 1))
+            if k == hangs_at:
+                time.sleep(600)  # the thread of its link goes on
+            before, changes = model.flat(), averager.metrics.membership_changes
+            averaged_by.clear()
+            averager.step(torch.tensor(1.0 / (1 + k)), lr=0.01)
+            row = {"k": k, "now": averager.steps, "before": before, "after": model.flat(), "members": averager.members}
+            row |= {"by": averaged_by[-1] if averaged_by else None, "changed": averager.metrics.membership_changes - changes}
+            file.write(json.dumps(row) + "\n")
+        averager.finish()
+        file.write(json.dumps({"finished": averager.steps, "after": model.flat(), "momentum": _momentum(opt)}) + "\n")
+
+
+def _momentum(opt: torch.optim.Optimizer) -> list[float]:
+    return [float(state["momentum_buffer"].sum()) for state in opt.state.values() if state.get("momentum_buffer") is not None]
+
+
+def _record_members(averaged_by: list[list[str]]) -> None:
+    """Note who takes part in each global average that arrives."""
+    enter, arrive = Elastic._enter, Runner.arrive
+    members: list[list[str]] = [[]]
+
+    def entered(self: Elastic, offer: Any) -> bool | None:
+        result = enter(self, offer)
+        members[0] = [peer.name for peer in offer.members]
+        return result
+
+    def arrived(self: Runner) -> None:
+        arrive(self)
+        averaged_by.append(members[0])
+
+    Elastic._enter, Runner.arrive = entered, arrived  # type: ignore[method-assign]
+
+
+def _plan_death(plan: dict[str, Any] | None) -> None:
+    """Let this process kill itself: {"where": ..., "after": how many times it has got there before}."""
+    if plan is None:
+        return
+    places = {
+        "sending": (Transport, "send", "after"),
+        "averaging": (Transport, "sum", "after"),
+        "arriving": (Runner, "arrive", "after"),
+        "connecting": (gloo_group.GlooGroup, "__init__", "before"),
+        "handing over": (Elastic, "_state", "after"),
+        "taking over": (Elastic, "_take_over", "before"),
+        "attaching": (Elastic, "_attach", "after"),
+    }
+    owner, name, when = places[plan["where"]]
+    original, left = getattr(owner, name), [plan["after"]]
+
+    def fatal(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0 and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, fatal)
+
+
+class Job:
+    """A coordinator in a thread, and nodes that are processes."""
+
+    def __init__(self, folder: Path, steps: int, min_nodes: int = 1, **options: Any):
+        self.folder, self._options = folder, {"steps": steps, **options}
+        self.lines: list[str] = []
+        self.nodes: dict[str, Any] = {}
+        self.coordinator: Coordinator | None = None
+        self._min_nodes = min_nodes
+        self.address = self.start_coordinator(Address("127.0.0.1", 0), grace=0.0)
+
+    def start_coordinator(self, bind: Address, grace: float = 1.5) -> Address:
+        started = threading.Event()
+        rumor.membership.roster.START_GRACE = grace
+        rumor.membership.roster.JOIN_WINDOW = 0.0
+        self.coordinator = Coordinator(bind, self._min_nodes, self.lines.append)
+
+        async def serve() -> None:
+            self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+            assert self.coordinator is not None
+            await self.coordinator.serve(lambda _: started.set())
+
+        def run() -> None:
+            with suppress(asyncio.CancelledError):
+                asyncio.run(serve())
+
+        self._thread = threading.Thread(target=run, daemon=True)
+        self._thread.start()
+        assert started.wait(30)
+        return self.coordinator.address
+
+    def stop_coordinator(self) -> None:
+        """End it as if its process was killed: all connections close."""
+        assert self.coordinator is not None
+
+        def stop() -> None:
+            assert self._task is not None
+            self._task.cancel()
+            for connection in list(self.coordinator._connections.values()):  # type: ignore[union-attr]
+                connection.writer.transport.abort()
+
+        self._loop.call_soon_threadsafe(stop)
+        self._thread.join(30)
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.nodes.values():
+            process.kill()
+        for process in self.nodes.values():
+            process.join(30)
+        self.stop_coordinator()
+
+    def start(self, *names: str, **options: Any) -> None:
+        for name in names:
+            arguments = (str(self.address), name, str(self.folder), {**self._options, **options})
+            self.nodes[name] = warm.context.Process(target=node, args=arguments, daemon=True)
+            self.nodes[name].start()
+
+    def begin(self, *names: str, **options: Any) -> None:
+        """Start the first nodes, which begin together."""
+        rumor.membership.roster.JOIN_WINDOW = 1_000.0
+        self.start(*names, **options)
+        self.wait_until_here(*self.nodes)
+        rumor.membership.roster.JOIN_WINDOW = 0.0
+
+    def wait_until_here(self, *names: str) -> None:
+        self.wait(lambda: all(f"{name} is here" in self.lines for name in names), f"{names} are here")
+
+    def signal(self, name: str, number: int) -> None:
+        os.kill(self.nodes[name].pid, number)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        path = self.folder / name
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def step_of(self, name: str) -> int:
+        return max((row.get("now", row.get("joined", 0)) for row in self.rows(name)), default=-1)
+
+    def wait_until(self, name: str, step: int) -> None:
+        self.wait(lambda: self.step_of(name) >= step, f"{name} reaches step {step}")
+
+    def wait(self, is_true: Any, what: str, deadline: float = 120.0) -> None:
+        ends = time.monotonic() + deadline
+        while not is_true():
+            assert time.monotonic() < ends, f"{what}: not within {deadline:.0f} s. {self.story()}"
+            time.sleep(0.02)
+
+    def story(self) -> str:
+        """What the coordinator said, and where each node is."""
+        where = {name: (self.step_of(name), process.exitcode) for name, process in self.nodes.items()}
+        errors = {path.stem: path.read_text()[-600:] for path in self.folder.glob("*.err") if path.read_text()}
+        return f"{self.lines[-30:]} {where} {errors}"
+
+    def finish(self, *names: str, deadline: float = 120.0) -> None:
+        """Wait for these nodes to end well, all with the same model."""
+        for name in names:
+            self.nodes[name].join(deadline)
+            assert self.nodes[name].exitcode == 0, f"{name}: {self.nodes[name].exitcode}. {self.story()}"
+        ends = [self.rows(name)[-1] for name in names]
+        assert all("finished" in end for end in ends), self.story()
+        assert all(end["after"] == ends[0]["after"] for end in ends), self.story()
+
+    def check_means(self, *names: str, exact: bool = True) -> int:
+        """Check every global average of these nodes, and of those that died, as far as they have written it. Returns how many.
+
+        `exact`: the result is the mean of what the members had; else it is only the same on all of them.
+        """
+        before: dict[int, dict[str, list[float]]] = defaultdict(dict)
+        after: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
+        for name in names:
+            for row in self.rows(name):
+                if row.get("by") and row["now"] == row["k"] + 1:
+                    before[row["k"]][name], after[row["k"]][name] = row["before"], row
+        checked = 0
+        for k, of_nodes in after.items():
+            for row in of_nodes.values():
+                assert row["by"] == next(iter(of_nodes.values()))["by"], f"step {k}: {of_nodes}"
+                assert row["after"] == next(iter(of_nodes.values()))["after"], f"step {k}: members differ"
+                checked += 1
+                if exact and all(member in before[k] for member in row["by"]):
+                    mean = torch.tensor([before[k][member] for member in row["by"]], dtype=torch.float64).mean(dim=0)
+                    assert torch.allclose(torch.tensor(row["after"], dtype=torch.float64), mean, rtol=1e-9, atol=1e-9), f"step {k}: {row}"
+        return checked
+
+
+def survivors_kept_their_steps(job: Job, names: Sequence[str]) -> bool:
+    """Return whether no node ever repeated or skipped a step."""
+    return all(row["now"] == row["k"] + 1 for name in names for row in job.rows(name) if "k" in row)

@@ -1,0 +1,220 @@
+"""Members that come and go, on real processes: nodes die, hang, leave and join, and the others go on."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import rumor
+from rumor.membership import link, roster
+from tests.elastic import METHODS, Job, survivors_kept_their_steps
+
+pytestmark = pytest.mark.processes
+ALL = ("a", "b", "c", "d")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_newcomer_takes_over_the_members_state(tmp_path: Path, method: str) -> None:
+    with Job(tmp_path, steps=60, method=method) as job:
+        job.begin("a", "b")
+        job.wait_until("a", 12)
+        job.start("c")
+        job.finish("a", "b", "c")
+        joined = job.rows("c")[0]
+        assert 12 <= joined["joined"] < 60
+        at = next(row for row in job.rows("a") if row.get("now") == joined["joined"])
+        if method != "delay":  # with delay=1 members differ by their last step
+            assert joined["after"] == at["after"]
+        assert joined["momentum"]
+        assert "c" in at["members"]
+        assert survivors_kept_their_steps(job, "ab")
+        if method != "delay":
+            assert job.check_means("a", "b", "c", exact=method in ("pga", "ring", "aga", "local", "parallel")) > 20
+
+
+@pytest.mark.parametrize("where", ["sending", "averaging", "arriving", "connecting", "handing over", "taking over", "attaching"])
+def test_the_others_go_on_when_a_node_is_killed(tmp_path: Path, where: str) -> None:
+    """Rank 0 dies, or whoever gets there: it holds the store, and hands over the state."""
+    with Job(tmp_path, steps=80) as job:
+        die = {"where": where, "after": 25 if where == "sending" else 2 if where in ("averaging", "arriving") else 1}
+        if where == "taking over":
+            job.begin("a", "b", "c")
+            job.wait_until("a", 8)
+            job.start("x", die={**die, "after": 0})
+        else:
+            roster.JOIN_WINDOW = 1_000.0  # x is here first, and will be rank 0
+            job.start("x", die=die)
+            job.wait_until_here("x")
+            job.begin("a", "b", "c")
+        if where in ("connecting", "handing over", "attaching"):
+            job.wait_until("a", 8)
+            job.start("d")
+        job.wait(lambda: job.nodes["x"].exitcode == -signal.SIGKILL, "x dies")
+        job.start("e")
+        names = [name for name in job.nodes if name != "x"]
+        job.finish(*names)
+        assert survivors_kept_their_steps(job, "abc")
+        assert job.check_means(*job.nodes) > 10
+
+
+def test_two_nodes_die_at_once_and_come_back(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=100, method="8 bits") as job:
+        job.begin(*ALL)
+        job.wait_until("a", 10)
+        job.signal("b", signal.SIGKILL)
+        job.signal("c", signal.SIGKILL)
+        job.start("b2", "c2")
+        job.finish("a", "d", "b2", "c2")
+        assert survivors_kept_their_steps(job, "ad")
+        assert job.check_means(*job.nodes, exact=False) > 30
+
+
+def test_four_newcomers_come_in_together(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=150) as job:
+        job.start("a")
+        job.wait_until("a", 10)
+        job.start("b", "c", "d", "e")
+        job.finish("a", "b", "c", "d", "e")
+        assert len(job.rows("a")[-2]["members"]) == 5
+        assert job.check_means(*job.nodes) > 20
+
+
+@pytest.fixture
+def soon_silent() -> Iterator[None]:
+    """Let the coordinator lose patience with a silent member after a second."""
+    usual, roster.SILENCE = roster.SILENCE, 1.0
+    yield
+    roster.SILENCE = usual
+
+
+@pytest.mark.usefixtures("soon_silent")
+def test_a_stopped_node_is_left_behind_and_comes_back_with_the_others_model(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=250) as job:
+        job.begin("a", "b", "c")
+        job.wait_until("b", 10)
+        job.signal("b", signal.SIGSTOP)
+        stopped_at = job.step_of("b")
+        job.wait_until("a", stopped_at + 20)
+        job.signal("b", signal.SIGCONT)
+        job.finish("a", "b", "c")
+        assert survivors_kept_their_steps(job, "ac")
+        jump = next(row for row in job.rows("b") if row.get("now", 0) > row.get("k", 0) + 1)
+        assert jump["after"] == next(row for row in job.rows("a") if row.get("now") == jump["now"])["after"]
+        assert job.check_means("a", "b", "c") > 50
+
+
+def test_a_slow_node_is_waited_for(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=40) as job:
+        roster.JOIN_WINDOW = 1_000.0
+        job.start("c", slow_from=20)
+        job.begin("a", "b")
+        job.finish("a", "b", "c")
+        assert survivors_kept_their_steps(job, "abc")
+        assert not any("dropped" in line for line in job.lines), job.lines
+
+
+@pytest.mark.parametrize(("fault", "option"), [({"slow_from": 20}, {"drop_slow": 5.0}), ({"hangs_at": 20}, {"timeout": 2.0})])
+def test_a_slow_or_hung_node_is_dropped_where_asked(tmp_path: Path, fault: dict[str, int], option: dict[str, float]) -> None:
+    with Job(tmp_path, steps=40, pause=0.15 if "slow_from" in fault else 0.01, **option) as job:
+        roster.JOIN_WINDOW = 1_000.0
+        job.start("c", **fault)
+        job.begin("a", "b")
+        job.wait(lambda: any("c is dropped: others have waited for it" in line for line in job.lines), "c is dropped")
+        job.wait_until("a", 36)
+        assert survivors_kept_their_steps(job, "ab")
+
+
+def test_training_goes_on_without_the_coordinator_and_newcomers_come_in_when_it_is_back(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=400) as job:
+        job.begin("a", "b", "c")
+        job.wait_until("a", 10)
+        job.stop_coordinator()
+        job.wait_until("a", job.step_of("a") + 40)
+        assert job.start_coordinator(job.address) == job.address
+        job.start("d")
+        job.wait(lambda: job.rows("d"), "d joins")
+        job.signal("b", signal.SIGKILL)
+        job.finish("a", "c", "d")
+        assert survivors_kept_their_steps(job, "acd")
+        assert job.check_means(*job.nodes) > 100
+
+
+def test_a_member_that_dies_while_there_is_no_coordinator_is_missed_when_it_is_back(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=200) as job:
+        job.begin("a", "b", "c")
+        job.wait_until("a", 10)
+        job.stop_coordinator()
+        job.signal("c", signal.SIGKILL)
+        time.sleep(0.5)  # the others go on to their next global average, and wait there
+        usual, roster.SILENCE = roster.SILENCE, 1.0
+        job.start_coordinator(job.address)
+        roster.SILENCE = usual
+        job.finish("a", "b")
+        assert survivors_kept_their_steps(job, "ab")
+
+
+@pytest.mark.parametrize("min_nodes", [1, 2])
+def test_the_last_node_goes_on_or_waits_as_min_nodes_says(tmp_path: Path, min_nodes: int) -> None:
+    with Job(tmp_path, steps=120, min_nodes=min_nodes) as job:
+        job.begin("a", "b")
+        job.wait_until("a", 10)
+        job.signal("b", signal.SIGKILL)
+        if min_nodes == 1:
+            job.finish("a")
+        else:
+            job.wait(lambda: "b is lost: its connection has ended" in job.lines, "b is lost")
+            time.sleep(1.0)
+            assert job.step_of("a") < 20
+            job.start("b2")
+            job.finish("a", "b2")
+        assert survivors_kept_their_steps(job, "a")
+
+
+def test_strangers_are_refused_and_garbage_is_ignored(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=150) as job:
+        job.begin("a", "b")
+        job.wait_until("a", 10)
+        for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 3000 + b"\n", b'{"kind": "hello"}\n', b"[" * 100_000 + b"\n"):
+            with socket.create_connection(job.address) as stranger:
+                stranger.sendall(garbage)
+        job.start("other", method="local")
+        job.wait((tmp_path / "other.refused").exists, "other is refused")
+        said = (tmp_path / "other.refused").read_text()
+        assert "nodes disagree on the algorithm" in said
+        assert "one_peer_exponential" in said and "isolated" in said
+        job.finish("a", "b")
+        assert [line for line in job.lines if line.startswith("epoch")] == ["epoch 1: a, b; 1 new"]
+        assert sum("closed a connection" in line for line in job.lines) == 4
+        job.start("late")
+        job.wait((tmp_path / "late.refused").exists, "late is refused")
+        assert "the job has ended at step 150" in (tmp_path / "late.refused").read_text()
+
+
+def test_what_does_not_fit_is_refused_before_a_connection(tmp_path: Path) -> None:
+    import torch
+
+    model, group = torch.nn.Linear(2, 1), rumor.elastic("127.0.0.1:1")
+    for method, why in (
+        (rumor.gossip_pga(rumor.ring(4), H=4), "pass a builder"),
+        (rumor.gossip_sgd(rumor.ring), "no global averages"),
+        (rumor.osgp(rumor.ring), "no global averages"),
+        (rumor.gossip_pga(rumor.ring, H=4, average_rounds=3), "no global averages"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            rumor.Averager(model, method, group=group)
+    with pytest.raises(ValueError, match="lazy=True does not go with rumor.elastic"):
+        rumor.Averager(model, rumor.local_sgd(H=4), group=group, lazy=True)
+    usual, link.CONNECT_WITHIN = link.CONNECT_WITHIN, 0.5
+    try:
+        with pytest.raises(ConnectionError, match="no coordinator at 127.0.0.1:1.*rumor coordinator --bind"):
+            rumor.Averager(model, rumor.local_sgd(H=4), group=group)
+    finally:
+        link.CONNECT_WITHIN = usual
+    for options, why in (({"min_nodes": 0}, "min_nodes"), ({"timeout": 0}, "timeout"), ({"drop_slow": 1.0}, "drop_slow")):
+        with pytest.raises(ValueError, match=why):
+            rumor.elastic("host", **options)
