@@ -88,11 +88,13 @@ def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
             time.sleep(options.get("pause", 0.01) * (10 if k >= slow_from else 1))
             if k == hangs_at:
                 time.sleep(600)  # the thread of its link goes on
-            before, changes = model.flat(), averager.metrics.membership_changes
+            if averager.replica.runner.is_next_global:
+                file.write(json.dumps({"averages": k, "before": model.flat()}) + "\n")
             averaged_by.clear()
             averager.step(torch.tensor(1.0 / (1 + k)), lr=0.01)
-            row = {"k": k, "now": averager.steps, "before": before, "after": model.flat(), "members": averager.members}
-            row |= {"by": averaged_by[-1] if averaged_by else None, "changed": averager.metrics.membership_changes - changes}
+            row = {"k": k, "now": averager.steps, "members": averager.members}
+            if averaged_by or averager.steps != k + 1:
+                row |= {"by": averaged_by[-1] if averaged_by else None, "after": model.flat()}
             file.write(json.dumps(row) + "\n")
         averager.finish()
         file.write(json.dumps({"finished": averager.steps, "after": model.flat(), "momentum": _momentum(opt)}) + "\n")
@@ -225,8 +227,18 @@ class Job:
         lines = path.read_text().splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
+    def last_row(self, name: str) -> dict[str, Any]:
+        """Return the last row with the members and the step."""
+        path = self.folder / name
+        if not path.exists():
+            return {}
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 2**13))
+            lines = file.read().decode().splitlines()
+        return next((json.loads(line) for line in reversed(lines) if line.startswith('{"k"') and line.endswith("}")), {})
+
     def step_of(self, name: str) -> int:
-        return max((row.get("now", row.get("joined", 0)) for row in self.rows(name)), default=-1)
+        return int(self.last_row(name).get("now", -1))
 
     def wait_until(self, name: str, step: int) -> None:
         self.wait(lambda: self.step_of(name) >= step, f"{name} reaches step {step}")
@@ -258,21 +270,20 @@ class Job:
         `exact`: the result is the mean of what the members had; else it is only the same on all of them.
         """
         before: dict[int, dict[str, list[float]]] = defaultdict(dict)
-        after: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
+        after: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for name in names:
             for row in self.rows(name):
-                if row.get("by") and row["now"] == row["k"] + 1:
-                    before[row["k"]][name], after[row["k"]][name] = row["before"], row
-        checked = 0
-        for k, of_nodes in after.items():
-            for row in of_nodes.values():
-                assert row["by"] == next(iter(of_nodes.values()))["by"], f"step {k}: {of_nodes}"
-                assert row["after"] == next(iter(of_nodes.values()))["after"], f"step {k}: members differ"
-                checked += 1
-                if exact and all(member in before[k] for member in row["by"]):
-                    mean = torch.tensor([before[k][member] for member in row["by"]], dtype=torch.float64).mean(dim=0)
-                    assert torch.allclose(torch.tensor(row["after"], dtype=torch.float64), mean, rtol=1e-9, atol=1e-9), f"step {k}: {row}"
-        return checked
+                if "averages" in row:
+                    before[row["averages"]][name] = row["before"]
+                elif row.get("by") and row["now"] == row["k"] + 1:
+                    after[row["k"]].append(row)
+        for k, rows in after.items():
+            for row in rows:
+                assert (row["by"], row["after"]) == (rows[0]["by"], rows[0]["after"]), f"step {k}: members differ: {rows}"
+            if exact:
+                mean = torch.tensor([before[k][member] for member in rows[0]["by"]], dtype=torch.float64).mean(dim=0)
+                assert torch.allclose(torch.tensor(rows[0]["after"], dtype=torch.float64), mean, rtol=1e-9, atol=1e-9), f"step {k}: {rows}"
+        return len(after)
 
 
 def survivors_kept_their_steps(job: Job, names: Sequence[str]) -> bool:

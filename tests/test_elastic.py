@@ -34,7 +34,7 @@ def test_a_newcomer_takes_over_the_members_state(tmp_path: Path, method: str) ->
         assert "c" in at["members"]
         assert survivors_kept_their_steps(job, "ab")
         if method != "delay":
-            assert job.check_means("a", "b", "c", exact=method in ("pga", "ring", "aga", "local", "parallel")) > 20
+            assert job.check_means("a", "b", "c", exact=method in ("pga", "ring", "aga", "local", "parallel")) > 8
 
 
 @pytest.mark.parametrize("where", ["sending", "averaging", "arriving", "connecting", "handing over", "taking over", "attaching"])
@@ -71,7 +71,7 @@ def test_two_nodes_die_at_once_and_come_back(tmp_path: Path) -> None:
         job.start("b2", "c2")
         job.finish("a", "d", "b2", "c2")
         assert survivors_kept_their_steps(job, "ad")
-        assert job.check_means(*job.nodes, exact=False) > 30
+        assert job.check_means(*job.nodes, exact=False) > 20
 
 
 def test_four_newcomers_come_in_together(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_four_newcomers_come_in_together(tmp_path: Path) -> None:
         job.wait_until("a", 10)
         job.start("b", "c", "d", "e")
         job.finish("a", "b", "c", "d", "e")
-        assert len(job.rows("a")[-2]["members"]) == 5
-        assert job.check_means(*job.nodes) > 20
+        assert len(job.last_row("a")["members"]) == 5
+        assert job.check_means(*job.nodes) > 30
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_training_goes_on_without_the_coordinator_and_newcomers_come_in_when_it_
         job.signal("b", signal.SIGKILL)
         job.finish("a", "c", "d")
         assert survivors_kept_their_steps(job, "acd")
-        assert job.check_means(*job.nodes) > 100
+        assert job.check_means(*job.nodes) > 90
 
 
 def test_a_member_that_dies_while_there_is_no_coordinator_is_missed_when_it_is_back(tmp_path: Path) -> None:
