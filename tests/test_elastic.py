@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -9,10 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import rumor
 from rumor.membership import link, roster
-from tests.elastic import METHODS, Job, survivors_kept_their_steps
+from tests import warm
+from tests.elastic import METHODS, Job, Model, survivors_kept_their_steps
+from tests.elastic_faults import Faults
 
 pytestmark = pytest.mark.processes
 ALL = ("a", "b", "c", "d")
@@ -186,7 +190,8 @@ def test_strangers_are_refused_and_garbage_is_ignored(tmp_path: Path) -> None:
         job.wait((tmp_path / "other.refused").exists, "other is refused")
         said = (tmp_path / "other.refused").read_text()
         assert "nodes disagree on the algorithm" in said
-        assert "one_peer_exponential" in said and "isolated" in said
+        assert "one_peer_exponential" in said
+        assert "isolated" in said
         job.finish("a", "b")
         assert [line for line in job.lines if line.startswith("epoch")] == ["epoch 1: a, b; 1 new"]
         assert sum("closed a connection" in line for line in job.lines) == 4
@@ -196,8 +201,6 @@ def test_strangers_are_refused_and_garbage_is_ignored(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_refused_before_a_connection(tmp_path: Path) -> None:
-    import torch
-
     model, group = torch.nn.Linear(2, 1), rumor.elastic("127.0.0.1:1")
     for method, why in (
         (rumor.gossip_pga(rumor.ring(4), H=4), "pass a builder"),
@@ -207,14 +210,103 @@ def test_what_does_not_fit_is_refused_before_a_connection(tmp_path: Path) -> Non
     ):
         with pytest.raises(ValueError, match=why):
             rumor.Averager(model, method, group=group)
-    with pytest.raises(ValueError, match="lazy=True does not go with rumor.elastic"):
+    with pytest.raises(ValueError, match=r"lazy=True does not go with rumor\.elastic"):
         rumor.Averager(model, rumor.local_sgd(H=4), group=group, lazy=True)
     usual, link.CONNECT_WITHIN = link.CONNECT_WITHIN, 0.5
     try:
-        with pytest.raises(ConnectionError, match="no coordinator at 127.0.0.1:1.*rumor coordinator --bind"):
+        with pytest.raises(ConnectionError, match=r"no coordinator at 127.0.0.1:1.*rumor coordinator --bind"):
             rumor.Averager(model, rumor.local_sgd(H=4), group=group)
     finally:
         link.CONNECT_WITHIN = usual
     for options, why in (({"min_nodes": 0}, "min_nodes"), ({"timeout": 0}, "timeout"), ({"drop_slow": 1.0}, "drop_slow")):
         with pytest.raises(ValueError, match=why):
             rumor.elastic("host", **options)
+
+
+def saving_node(address: str, name: str, folder: str, steps: int) -> None:
+    torch.set_num_threads(1)
+    model = Model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    averager = rumor.Averager(model, METHODS["pga"](), group=rumor.elastic(address, name), optimizer=opt)
+    first = rumor.load(f"{folder}/checkpoints", averager, optimizer=opt) or 0
+    Path(folder, f"{name}.first").write_text(str(first))
+    while averager.steps < steps:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        opt.step()
+        time.sleep(0.01)
+        averager.step()
+        if averager.steps % 10 == 0:
+            rumor.save(f"{folder}/checkpoints", averager, optimizer=opt)
+            with averager.averaged():
+                Path(folder, f"{name}.step").write_text(str(averager.steps))
+    averager.finish()
+    with averager.averaged():  # also after the end
+        Path(folder, f"{name}.end").write_text(str(model.flat()))
+
+
+def test_checkpoints_work_as_members_change_and_start_a_job_whose_nodes_are_all_lost(tmp_path: Path) -> None:
+    def reached(name: str) -> int:
+        path = tmp_path / f"{name}.step"
+        return int(path.read_text() or 0) if path.exists() else 0
+
+    for names, steps in (("abc", 10**9), ("xyz", 200)):
+        with Job(tmp_path, steps) as job:
+            roster.JOIN_WINDOW = 1_000.0
+            for name in names:
+                job.nodes[name] = warm.context.Process(target=saving_node, args=(str(job.address), name, str(tmp_path), steps), daemon=True)
+                job.nodes[name].start()
+            job.wait_until_here(*names)
+            roster.JOIN_WINDOW = 0.0
+            if names == "abc":
+                job.wait(lambda: reached("a") >= 40, "a saves")
+                job.signal("b", signal.SIGKILL)
+                job.wait(lambda: reached("a") >= 80, "a saves again")
+            else:
+                for name in names:
+                    job.nodes[name].join(60)
+    first = [int((tmp_path / f"{name}.first").read_text()) for name in "xyz"]
+    assert first[0] >= 80
+    assert len({*first}) == 1
+    assert len({(tmp_path / f"{name}.end").read_text() for name in "xyz"}) == 1
+
+
+def forking_node(address: str, folder: str, then: str) -> None:
+    torch.set_num_threads(1)
+    model = Model()
+    opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
+    averager = rumor.Averager(model, METHODS["pga"](), group=rumor.elastic(address, "x"), optimizer=opt)
+    for _ in range(6):
+        averager.step()
+    if then == "fork":  # as a data loader's worker, which outlives its parent for a while
+        if os.fork() == 0:
+            time.sleep(20)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if then == "leave":
+        averager.leave()
+        Path(folder, "left").touch()
+    raise SystemExit(7)
+
+
+@pytest.mark.parametrize("then", ["fork", "leave", "end"])
+def test_a_node_that_ends_in_any_way_is_gone_at_once(tmp_path: Path, then: str) -> None:
+    with Job(tmp_path, steps=60) as job:
+        roster.JOIN_WINDOW = 1_000.0
+        job.nodes["x"] = warm.context.Process(target=forking_node, args=(str(job.address), str(tmp_path), then))
+        job.nodes["x"].start()
+        job.wait_until_here("x")
+        job.begin("a", "b")
+        job.finish("a", "b")
+        job.nodes["x"].join(15)
+        assert job.nodes["x"].exitcode == (-signal.SIGKILL if then == "fork" else 7)
+        assert ("x has left" if then == "leave" else "x is lost: its connection has ended") in job.lines
+        assert survivors_kept_their_steps(job, "ab")
+
+
+@pytest.mark.usefixtures("soon_silent")
+@pytest.mark.parametrize("faults", [5, pytest.param(40, marks=pytest.mark.long)])
+def test_random_faults_end_as_they_should(tmp_path: Path, faults: int) -> None:
+    with Job(tmp_path, steps=10**9, pause=0.02) as job:
+        found = Faults(job, seed=faults).run(faults)
+        assert found["averages_checked"]

@@ -154,6 +154,11 @@ class Averager:
         return self.replica.runner.k
 
     @property
+    def is_elastic(self) -> bool:
+        """Whether the members of the group may change."""
+        return self._elastic is not None
+
+    @property
     def rank(self) -> int:
         """Number of this node among the members. It may change when members of an elastic group do."""
         return self.engine.rank
@@ -222,6 +227,12 @@ class Averager:
             self._elastic.finish()
         else:
             self._or_rescue(self.replica.finish)
+
+    def leave(self) -> None:
+        """Leave an elastic group, for example because this machine will be taken away. The others go on. Not a collective."""
+        if self._elastic is None:
+            raise RuntimeError("leave() is for a group whose members come and go: Averager(..., group=rumor.elastic(...))")
+        self._elastic.leave()
 
     def join(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Yield `batches` for as long as every node has one, so that no node waits for one that has run out. Each batch is a collective.

@@ -4,7 +4,8 @@
 - Before its next global average it meets the other survivors. They connect anew, bind the method to their number, and average.
 - After a global average in which some node had news of newcomers, all members stop, connect anew with them, and rank 0 hands them all
   that they need. At that moment the members have the same model.
-- A global average changes no model until all of it has arrived, so one that a node's death interrupts can be repeated.
+- A global average changes no model until all of it has arrived, so one that a node's death interrupts can be repeated. If some members
+  have completed it, the others do without it: they keep their models, and go on to the next.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import io
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +31,7 @@ from rumor.membership.protocol import PROTOCOL, Address, Stage
 from rumor.methods.algorithm import Algorithm
 from rumor.metrics import Metrics
 from rumor.model.tensors import ordinary_tensors
+from rumor.schedule import ScheduleState
 
 PIECE = 2**26  # bytes of one message that hands over the state
 RECENT = 0.9  # how much of the slowest recent step remains of it a step later
@@ -67,6 +70,8 @@ class Elastic:
         self.samplers: list[MemberSampler] = []
         self._gloo: GlooGroup | None = None
         self._is_member = False  # whether this node has the job's state
+        self._has_left = False
+        self._passed: ScheduleState | None = None  # the schedule of those that have completed the average that this node has missed
         self._is_at_end = False  # whether it came in after the others had made their last average
         self._metrics = Metrics()
         self._computing_since = time.monotonic()
@@ -93,6 +98,8 @@ class Elastic:
 
     def step(self, loss: Tensor | float | None, lr: float | None) -> None:
         """Mix the models with those of the members that are there."""
+        if self._has_left:
+            raise RuntimeError("this node has left the job: call step() before finish() or leave()")
         self._stop_computing()
         self._transport.has_news = self._link.newcomers > 0
         try:
@@ -120,7 +127,9 @@ class Elastic:
             if self._is_broken:
                 was_broken = True
                 if self._regroup("before"):
-                    return  # it has fallen behind, and goes on from the others' state
+                    if self._passed is not None:
+                        self._replica.runner.step_alone(self._passed)
+                    return
                 self._transport.has_news = self._link.newcomers > 0
             try:
                 self._replica.begin(loss, lr, at_once=was_broken)
@@ -130,14 +139,17 @@ class Elastic:
                 self._break(error)
                 if self._replica.runner.k == k:
                     self._replica.runner.drop_step()
+        self._link.average = k
         if self._transport.heard_news and not self._is_broken:
             self._regroup("after")
 
     def together(self, do: Callable[[], T]) -> T | None:
         """Call `do`, a collective that all members call at this step. Repeat it with the survivors if a member dies meanwhile.
 
-        Returns None without a call if this node has fallen behind, and has the others' state now.
+        Returns None without a result if the others have gone on without this node; also after finish() or leave().
         """
+        if self._has_left:  # all have had the same model since
+            return None
         self._stop_computing()
         try:
             while True:
@@ -152,6 +164,8 @@ class Elastic:
 
     def finish(self) -> None:
         """Average once more, wait until all members have done so, and leave."""
+        if self._has_left:
+            return
         if not self._is_at_end:
             self.together(self._replica.finish)
         self._stop_computing()
@@ -161,6 +175,7 @@ class Elastic:
 
     def leave(self) -> None:
         """Leave the job. The others go on."""
+        self._has_left = True
         self._link.close()
         if self._gloo is not None:
             self._gloo.break_up()
@@ -182,6 +197,8 @@ class Elastic:
         if not self._gloo.is_broken:
             log.info("rumor: step %d: %s", self._replica.runner.k, error)
             self._gloo.break_up()
+        self._tell_link()
+        self._link.beat()  # some may wait to hear how far this node has come
 
     def _on_lost(self, why: str) -> None:
         """The coordinator says that this epoch is broken (in the link's thread)."""
@@ -195,15 +212,19 @@ class Elastic:
         """Wait for the next epoch, and connect to its members.
 
         Returns whether there is nothing left to do for the caller: at the "end" because the job is over, else because this node has
-        taken over the state of another member.
+        taken over the state of another member, or because others have completed the average that it waited for.
         """
-        began = time.perf_counter()
+        began, self._passed = time.perf_counter(), None
         while True:
             k = self._replica.runner.k if self._gloo is not None else 0
+            self._tell_link()
             offer = self._link.next_epoch(k, stage if self._is_member else "join")
             if offer.is_over or offer.is_same:
                 self._transport.heard_news = False
                 return offer.is_over
+            if offer.passed is not None:
+                self._passed = ScheduleState(*offer.passed)
+                return True
             if (took_over := self._enter(offer)) is not None:
                 break
         self._metrics.membership_changes += 1
@@ -229,8 +250,7 @@ class Elastic:
         try:
             with ordinary_tensors():
                 self._attach(gloo, own)
-                if offer.holders < n:
-                    self._hand_over(offer.holders)
+                self._hand_over(offer)
         except ConnectionError as error:
             self._break(error)
             return None if takes_over else False
@@ -255,46 +275,70 @@ class Elastic:
 
     # ---- state -------------------------------------------------------------------------------------------------------------------
 
-    def _hand_over(self, holders: int) -> None:
-        """Rank 0 sends the job's state to those that have none."""
-        transport = self._transport
-        doing = f"handing over the state at step {self._replica.runner.k}"
-        if transport.rank == 0:
-            data = torch.frombuffer(bytearray(self._state()), dtype=torch.uint8)
-            size = torch.tensor([len(data)])
-            for piece in (size, *torch.split(data, PIECE)):
-                works = transport.call(lambda piece=piece: transport.send(piece, range(holders, transport.n), self._handing_over), doing)
-                transport.wait(works, doing)
-            self._metrics.bytes_sent += len(data) * (transport.n - holders)
-        elif transport.rank >= holders:
-            size = torch.zeros(1, dtype=torch.int64)
-            transport.wait([transport.call(lambda: transport.receive(size, 0, self._handing_over), doing)], doing)
-            data = torch.zeros(int(size), dtype=torch.uint8)
-            for piece in torch.split(data, PIECE):
-                transport.wait([transport.call(lambda piece=piece: transport.receive(piece, 0, self._handing_over), doing)], doing)
-            self._take_over(data)
+    def _hand_over(self, offer: Offer) -> None:
+        """Rank 0 sends the job's state to those that have none, and the method's state to those that have missed its last average."""
+        everyone = range(len(offer.members))
+        new = [rank for rank in everyone if rank >= offer.holders]
+        stale = [rank for rank in everyone if rank < offer.holders and offer.members[rank].average < offer.members[0].average]
+        if self.rank == 0:
+            for ranks, state in ((stale, self._method), (new, self._state)):
+                if ranks:
+                    self._send(state(), ranks)
+        elif self.rank in stale:
+            self._take_over_method(self._receive())
+        elif self.rank in new:
+            self._take_over(self._receive())
+        self._link.average = offer.members[0].average
 
-    def _state(self) -> bytes:
-        replica, file = self._replica, io.BytesIO()
-        state = {
+    @property
+    def _handing(self) -> str:
+        return f"handing over the state at step {self._replica.runner.k}"
+
+    def _send(self, state: dict[str, Any], ranks: Sequence[int]) -> None:
+        transport, file = self._transport, io.BytesIO()
+        torch.save(state, file)
+        data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+        for piece in (torch.tensor([len(data)]), *torch.split(data, PIECE)):
+            transport.wait(transport.call(partial(transport.send, piece, ranks, self._handing_over), self._handing), self._handing)
+        self._metrics.bytes_sent += len(data) * len(ranks)
+
+    def _receive(self) -> dict[str, Any]:
+        size = torch.zeros(1, dtype=torch.int64)
+        self._wait_for(size)
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        for piece in torch.split(data, PIECE):
+            self._wait_for(piece)
+        state: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True, map_location="cpu")
+        return state
+
+    def _wait_for(self, tensor: Tensor) -> None:
+        transport = self._transport
+        transport.wait([transport.call(partial(transport.receive, tensor, 0, self._handing_over), self._handing)], self._handing)
+
+    def _method(self) -> dict[str, Any]:
+        return self._replica.runner.shared_state()
+
+    def _state(self) -> dict[str, Any]:
+        replica = self._replica
+        return {
             "model": [t.detach() for t in (*replica.model.parameters(), *replica.model.buffers())],
-            "method": replica.runner.shared_state(),
+            "method": self._method(),
             "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
             "positions": [sampler.position for sampler in self.samplers],
         }
-        torch.save(state, file)
-        return file.getvalue()
 
-    def _take_over(self, data: Tensor) -> None:
+    def _take_over_method(self, state: dict[str, Any]) -> None:
+        self._replica.runner.take_over(state, is_own=False)
+
+    def _take_over(self, state: dict[str, Any]) -> None:
         replica = self._replica
-        state = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True, map_location="cpu")
         with torch.no_grad():
             for t, value in zip((*replica.model.parameters(), *replica.model.buffers()), state["model"], strict=True):
                 t.copy_(value)
         if self._optimizer is not None and state["optimizer"] is not None:
             self._optimizer.load_state_dict(state["optimizer"])
         replica.check_tensors()
-        replica.runner.take_over(state["method"], is_own=False)
+        self._take_over_method(state["method"])
         self._positions = state["positions"]
         for sampler, position in zip(self.samplers, self._positions, strict=False):
             sampler.position = position
@@ -317,4 +361,10 @@ class Elastic:
 
     def _start_computing(self) -> None:
         self._computing_since = time.monotonic()
-        self._link.k, self._link.computing = self._replica.runner.k, True
+        self._tell_link()
+        self._link.computing = True
+
+    def _tell_link(self) -> None:
+        """Let the coordinator know how far this node has come."""
+        if self._gloo is not None:
+            self._link.k, self._link.schedule = self._replica.runner.k, self._replica.runner.state.schedule

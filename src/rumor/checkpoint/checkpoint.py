@@ -42,7 +42,10 @@ def save(folder: str | Path, averager: Averager, position: Any = None, *, keep: 
         raise ValueError(f"keep must be at least 1, got keep={keep}")
     averager.refuse_inside_averaged("rumor.save()")
     _check_stateful(others)
-    folder = Path(folder)
+    averager.together(partial(_save, Path(folder), averager, position, keep, others))
+
+
+def _save(folder: Path, averager: Averager, position: Any, keep: int, others: dict[str, Stateful]) -> None:
     replica, name = averager.replica, f"step-{averager.steps:08d}"
     name = numbered(name, replica.node.from_first(free_number(folder, name)))
     state = {
@@ -73,10 +76,17 @@ def load(folder: str | Path, averager: Averager, *, step: int | None = None, **o
         averager: an Averager with the same model and method; its model is loaded, too.
         step: load the checkpoint after this many steps, instead of the latest.
         others: everything else that was saved, by the same names.
+
+    In an elastic group, a node that joins a job under way has the members' state already: this then returns its step, and reads nothing.
     """
     averager.refuse_inside_averaged("rumor.load()")
     _check_stateful(others)
-    folder = Path(folder)
+    if averager.is_elastic and averager.steps > 0:
+        return averager.steps  # it has joined a job that is under way, and has the members' state
+    return averager.together(partial(_load, Path(folder), averager, step, others))
+
+
+def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, Stateful]) -> Any:
     entry = by_all(averager, partial(find_entry, folder, step), "looking for a checkpoint")
     found = "none" if entry is None else f"{entry['name']} of {entry['nodes']} nodes"
     averager.replica.node.meet({f"checkpoint in {folder.name} (is it on storage that all see?)": found}, "looking for a checkpoint")

@@ -9,9 +9,9 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rumor.membership.protocol import BEAT, LONGEST_LINE, SILENCE, Address, Message, Stage, decode, encode
 
@@ -28,6 +28,7 @@ class Peer(NamedTuple):
     uid: str
     name: str
     store: Address
+    average: int  # step of the last global average that it has completed
 
 
 class Offer(NamedTuple):
@@ -37,9 +38,11 @@ class Offer(NamedTuple):
         number: of the epoch.
         token: makes its name unique, also if a coordinator was started again.
         members: all members, by rank.
-        holders: the first so many of them have the job's state; the others take it over from rank 0.
+        holders: the first so many of them have the job's state; the others take it over from rank 0. Holders that have not completed
+            the last global average of rank 0 take over the method's state alone.
         is_at_end: whether the holders have made their last average.
         is_same: whether nothing has changed.
+        passed: the schedule of a member that has completed the global average that this one waits for, if there is one.
         is_over: whether the job has ended.
     """
 
@@ -50,6 +53,7 @@ class Offer(NamedTuple):
     is_at_end: bool = False
     is_same: bool = False
     is_over: bool = False
+    passed: list[Any] | None = None
 
 
 class RefusedError(RuntimeError):
@@ -77,6 +81,8 @@ class Link:
         self._unreachable_since: float | None = None
         self.newcomers, self.here, self.needed = 0, 1, 1
         self.k, self.computing, self.step_seconds = 0, True, 0.0
+        self.schedule: Sequence[Any] = ()
+        self.average = -1
         self.host = ""  # this host's address, as the coordinator sees it
         _links.add(self)
         self._thread = threading.Thread(target=self._run, name="rumor-link", daemon=True)
@@ -121,12 +127,15 @@ class Link:
         """Wait for the next epoch. Raises RefusedError if this node may not take part in it."""
         with self._changed:
             self._offer = None
-            self._ready = {"k": k, "stage": stage}
+            self.k = k
+            self._ready = {"k": k, "stage": stage, "schedule": list(self.schedule), "average": self.average}
             self._say("ready", **self._ready)
             began, said = time.monotonic(), False
             while self._offer is None:
                 if self._refusal is not None:
                     raise RefusedError(self._refusal)
+                if self._closed:
+                    raise RuntimeError("this node has left the job: call step() before finish() or leave()")
                 self._changed.wait(BEAT)
                 if not said and time.monotonic() - began > SAY_SO_AFTER:
                     said = True
@@ -138,6 +147,11 @@ class Link:
         """Tell the coordinator that this node could not connect to the others."""
         with self._changed:
             self._say("failed", epoch=offer.number)
+
+    def beat(self) -> None:
+        """Give a sign of life."""
+        with self._changed:
+            self._say("beat", k=self.k, computing=self.computing, step_seconds=self.step_seconds, schedule=list(self.schedule))
 
     def is_lost(self, offer: Offer) -> bool:
         """Whether the epoch that was offered is broken already."""
@@ -184,8 +198,7 @@ class Link:
             now = time.monotonic()
             if now - beats >= BEAT:
                 beats = now
-                with self._changed:
-                    self._say("beat", k=self.k, computing=self.computing, step_seconds=self.step_seconds)
+                self.beat()
             if now - heard > SILENCE:
                 raise OSError("it is silent")
             if not selector.select(BEAT):
@@ -218,9 +231,11 @@ class Link:
             elif kind == "news":
                 self.newcomers, self.here, self.needed = message["newcomers"], message["here"], message["needed"]
             elif kind == "epoch":
-                peers = [Peer(peer["uid"], peer["name"], Address(*peer["store"])) for peer in message["members"]]
+                peers = [Peer(peer["uid"], peer["name"], Address(*peer["store"]), peer["average"]) for peer in message["members"]]
                 self._offer = Offer(message["number"], message["token"], peers, message["holders"], message["at_end"])
                 self._epoch = message["number"], [peer.uid for peer in peers]
+            elif kind == "passed":
+                self._offer = Offer(0, "", [], 0, passed=message["schedule"])
             elif kind in ("same", "over"):
                 self._offer = Offer(0, "", [], 0, is_same=kind == "same", is_over=kind == "over")
                 self._closed |= kind == "over"

@@ -4,7 +4,8 @@ A member says:
 
     hello    who it is, its set-up, and the epoch that it belongs to, if any; first thing on every connection
     beat     that it is alive, its step, and whether it computes or waits
-    ready    that it waits for the next epoch, at step k: "before" a global average, "after" one, at the "end", or to "join"
+    ready    that it waits for the next epoch, at step k: "before" a global average, "after" one, at the "end", or to "join"; and the
+             step of the last global average that it has completed
     failed   that it could not connect to the other members of an epoch
     bye      that it leaves
 
@@ -18,6 +19,7 @@ The coordinator says:
     dropped  that this member is no longer one, and why: it may join again
     epoch    the members of the next epoch
     same     that the members stay the same
+    passed   that others have completed the global average that this member waits for: it goes on alone to the next
     over     that the job has ended
 
 An epoch is a set of members with a process group between them. Epochs are numbered.

@@ -4,7 +4,8 @@ Rules:
 
 - Members change at global averages only. If nodes are lost, the others meet *before* their next global average, and those that get
   there average. If newcomers wait, all members stop *after* a global average, when they have the same model, and let them in.
-- A member that has fallen behind (it missed a global average that others completed) joins again like a newcomer.
+- If a node dies in the middle of a global average, some may have completed it and others not. Those that have not go on alone, and
+  average with the others at the next one. If the others wait for newcomers, they join again like these.
 - A member is lost when its connection ends or when it is silent. A slow member is not lost, unless it keeps others waiting for too long.
 """
 
@@ -56,6 +57,8 @@ class Member:
     k: int = 0
     computing: bool = False
     step_seconds: float = 0.0  # the slowest of its recent steps
+    schedule: list[float | None] = field(default_factory=list)  # the state of its schedule
+    average: int = -1  # step of the last global average that it has completed
     ready: Ready | None = None
 
 
@@ -140,13 +143,17 @@ class Roster:
         if (message["k"], message["computing"]) != (node.k, node.computing):
             node.progressed = now
         node.k, node.computing, node.step_seconds = message["k"], message["computing"], message["step_seconds"]
+        node.schedule = message["schedule"]
         self._send(uid, "beat", {})
+        self._tell_passed(now)
 
     def ready(self, uid: str, message: Message, now: float) -> None:
         node = self.nodes[uid]
         node.heard = node.progressed = now
         node.k, node.ready, node.computing = message["k"], Ready(message["k"], message["stage"]), False
+        node.schedule, node.average = message["schedule"], message["average"]
         self._tell_news()
+        self._tell_passed(now)
         self._form(now)
 
     def failed(self, uid: str, number: int, now: float) -> None:
@@ -232,6 +239,15 @@ class Roster:
     def _members(self) -> list[Member]:
         return [self.nodes[uid] for uid in self.epoch.uids if uid in self.nodes] if self.epoch is not None else []
 
+    def _tell_passed(self, now: float) -> None:
+        """Let members go on that wait for a global average which others have completed."""
+        waiting = [node for node in self._members() if node.ready is not None and node.ready.stage == "before"]
+        for node in waiting:
+            ahead = [other for other in self._members() if other.k > node.k and (other.ready is None or other.ready.stage == "before")]
+            if ahead:
+                node.ready, node.progressed = None, now
+                self._send(node.uid, "passed", {"schedule": max(ahead, key=lambda other: other.k).schedule})
+
     # ---- the next epoch ----------------------------------------------------------------------------------------------------------
 
     def _form(self, now: float) -> None:
@@ -274,9 +290,9 @@ class Roster:
     def _begin(self, holders: list[Member], joining: list[Member], at_end: bool = False) -> None:
         """Begin an epoch. The `holders` have the job's state, and the first of them hands it to those that are `joining`."""
         self._last_number += 1
-        everyone = [*holders, *joining]
+        everyone = [*sorted(holders, key=lambda node: -node.average), *joining]
         self.epoch = Epoch(self._last_number, [node.uid for node in everyone])
-        members = [{"uid": node.uid, "name": node.name, "store": node.store} for node in everyone]
+        members = [{"uid": node.uid, "name": node.name, "store": node.store, "average": node.average} for node in everyone]
         offer = {"number": self._last_number, "token": secrets.token_hex(8), "members": members}
         offer |= {"holders": len(holders), "at_end": at_end}
         for node in everyone:

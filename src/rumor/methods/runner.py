@@ -200,10 +200,11 @@ class Runner:
         for rest in self.state.buckets.get("left_out", ()):  # it may hold what codes left out of an average that did not happen
             rest.zero_()
 
-    def step_alone(self) -> None:
-        """Take a step without the others."""
+    def step_alone(self, theirs: ScheduleState | None = None) -> None:
+        """Take a step without the others. If they have made a global average of it, `theirs` is their schedule, some steps later."""
         self.drop_in_flight()
-        self.state.schedule = self.algorithm.schedule.next(self.state.schedule)
+        now = self.algorithm.schedule.next(self.state.schedule)
+        self.state.schedule = now if theirs is None else theirs._replace(k=now.k, C=theirs.C - (theirs.k - now.k))
         self.metrics.rounds["none"] += 1
 
     def shared_state(self) -> dict[str, Any]:

@@ -6,9 +6,11 @@ while to end.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -47,6 +49,7 @@ class GlooGroup:
         backend = ProcessGroupGloo(shared, rank, n, options)
         backend._set_default_timeout(datetime.timedelta(seconds=LAST_RESORT))
         self.group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+        _living.add(self)
 
     def break_up(self) -> None:
         """Close all connections. Those that wait for messages here, or for messages of this member elsewhere, get an error.
@@ -64,9 +67,20 @@ class GlooGroup:
 
     def dispose(self, memory: object = None) -> None:
         """Free this group in the background. `memory` is what its messages read or fill, and is freed after it."""
+        _living.discard(self)
         held = [self.group, memory]
         del self.group
         threading.Thread(target=held.clear, name="rumor-dispose", daemon=True).start()
+
+
+_living: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
+
+
+@atexit.register
+def _break_up_all() -> None:
+    """Let no message keep a process from ending."""
+    for group in list(_living):
+        group.break_up()
 
 
 def connect(make: Callable[[], GlooGroup], is_lost: Callable[[], bool]) -> GlooGroup | None:

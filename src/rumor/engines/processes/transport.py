@@ -85,7 +85,8 @@ class Transport:
         self.addresses: liveness.Addresses = {}
         self._tags = itertools.count()
         self._in_flight: dict[int, Posted] = {}  # by tag
-        weakref.finalize(self, _orphans.append, self._in_flight).atexit = False
+        self._finalizer = weakref.finalize(self, _orphans.append, self._in_flight)
+        self._finalizer.atexit = False
 
     @property
     def group(self) -> Group:
@@ -160,10 +161,9 @@ class Transport:
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give every member the values of member 0, in place."""
-        source = self.global_rank(0)
         for tensor in tensors:
             values = as_real(tensor).to(self.device if self.sends_from_host else tensor.device).contiguous().reshape(-1)
-            self.call(partial(dist.broadcast, values.view(torch.uint8), source, group=self.group), "receiving the values of rank 0")
+            self.call(partial(dist.broadcast, values.view(torch.uint8), group=self.group, group_src=0), "receiving the values of rank 0")
             as_real(tensor).copy_(values.view(as_real(tensor).shape))
 
     # ---- waiting -----------------------------------------------------------------------------------------------------------------
@@ -174,9 +174,8 @@ class Transport:
 
     def abandon(self) -> object:
         """Wait for no message any more. Returns the memory that they may still fill, to be freed after the group."""
-        memory = list(self._in_flight.values())
-        self._in_flight.clear()
-        return memory
+        self._finalizer.detach()
+        return self._in_flight
 
     def leave(self, tag: int, have_arrived: Callable[[], bool]) -> None:
         """Keep the memory of messages that nobody will wait for."""
