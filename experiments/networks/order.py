@@ -36,7 +36,7 @@ def _with(H: int) -> Run:
     return replace(images.PGA, H=H)
 
 
-_I, _8 = images, {name: replace(getattr(words, name), nodes=8) for name in ("PARALLEL", "LOCAL", "GOSSIP", "PGA", "AGA")}
+_I = images
 OF_IMAGES = (
     *(Pair("7", first, _I.PARALLEL) for first in (_I.PGA, _I.AGA, _I.GOSSIP, _I.OSGP, _I.LOCAL)),
     *(Pair("7", replace(first, stretch=k), _I.PARALLEL) for first, k in ((_I.GOSSIP, 2), (_I.OSGP, 2), (_I.LOCAL, 3))),
@@ -54,11 +54,18 @@ OF_IMAGES = (
         for both in (*((first, _I.GOSSIP) for first in (_I.PGA, _I.AGA)), *((_I.PGA, second) for second in (_I.LOCAL, _I.PARALLEL)))
     ),
 )
-OF_TEXT = (
-    *(Pair("11", _8[name], _8["PARALLEL"]) for name in ("PGA", "AGA", "GOSSIP", "LOCAL")),
-    *(Pair("11", replace(_8[name], stretch=k), _8["PARALLEL"]) for name, k in (("GOSSIP", 2), ("LOCAL", 3))),
-    *(Pair("11", _8["PGA"], _8[name]) for name in ("GOSSIP", "LOCAL")),
-)
+
+
+def _of_text(table: str, recipe: str) -> tuple[Pair, ...]:
+    of = {name: replace(getattr(words, name), nodes=8, recipe=recipe) for name in ("PARALLEL", "LOCAL", "GOSSIP", "PGA", "AGA")}
+    return (
+        *(Pair(table, of[name], of["PARALLEL"]) for name in ("PGA", "AGA", "GOSSIP", "LOCAL")),
+        *(Pair(table, replace(of[name], stretch=k), of["PARALLEL"]) for name, k in (("GOSSIP", 2), ("LOCAL", 3))),
+        *(Pair(table, of["PGA"], of[name]) for name in ("GOSSIP", "LOCAL")),
+    )
+
+
+OF_TEXT = _of_text("11", "") + _of_text("11 earlier", "earlier")
 
 
 def order_table(pairs: tuple[Pair, ...], store: Store, least_steps: int = 0) -> list[tables.Row]:
