@@ -29,7 +29,7 @@ from images.networks import SmallResNet, whitening  # noqa: E402
 from images.split import ByLabel, Shuffled, split_of  # noqa: E402
 from images.study import TABLES  # noqa: E402
 from images.train import loss_of, lr_at, optimizer  # noqa: E402
-from networks import trials  # noqa: E402
+from networks import compare, order, trials  # noqa: E402
 from networks.command import _wanted  # noqa: E402
 from networks.compare import Seeds  # noqa: E402
 from networks.engines import OneOfMany, as_first_says, mean_over_ranks  # noqa: E402
@@ -538,6 +538,35 @@ def test_ranks_agree_on_what_to_run_and_differ_in_chance(four: Cluster) -> None:
 
 def test_the_learning_rate_warms_up_and_falls() -> None:
     assert [round(lr_at(k, 100, 1.0), 3) for k in (0, 2, 4, 24, 25, 50, 75)] == [0.1, 0.55, 1.0, 1.0, 0.1, 0.01, 0.001]
+
+
+def seeds_with(run: Run, values: tuple[float, ...], seeds: tuple[int, ...] = (0, 1, 2)) -> Seeds:
+    return Seeds(run, seeds, values, 100, 0.8, 0.0, 3.0, 1.0, True, ())
+
+
+def test_an_interval_is_that_of_the_paired_differences() -> None:
+    """Differences 1, 2, 3 have the mean 2 and the standard error 1 / sqrt(3); t is 4.3027 with two degrees of freedom."""
+    first, second = seeds_with(study.PGA, (2.0, 4.0, 6.0)), seeds_with(study.GOSSIP, (1.0, 2.0, 3.0))
+    away = 4.302652729911275 / math.sqrt(3)
+    assert compare.interval(first, second) == pytest.approx((2 - away, 2 + away))
+    assert compare.interval(first, seeds_with(study.GOSSIP, (1.0, 2.0), (0, 2))) is None
+    assert compare.interval(first, first) is None
+
+
+def test_verdicts_on_the_two_pairs_that_were_misjudged() -> None:
+    images, words, _ = stores()
+    judged = {
+        (row["table"], row["compared"]): row["verdict"]
+        for row in (*order.order_table(order.OF_IMAGES, images), *order.order_table(order.OF_TEXT, words))
+    }
+    assert judged["11 earlier", "Gossip-PGA - Gossip SGD"] == "differs"  # -0.35 in the paper, +0.01 +- 0.04 here
+    assert judged["16", "Gossip-PGA, no momentum - Parallel SGD, no momentum"] == "differs in size"  # -0.29 in the paper, -2.05 here
+
+
+def test_a_tuned_table_without_trials_is_not_compared_twice() -> None:
+    tables = [row["table"] for row in order.order_table(order.OF_IMAGES, stores()[0])]
+    assert tables.count("16") == 2
+    assert "16 tuned" not in tables
 
 
 def test_the_pages_tables_are_those_of_the_results() -> None:

@@ -86,6 +86,18 @@ def difference(ours: Seeds, theirs: Seeds) -> float:
     return statistics.mean(first) - statistics.mean(second)
 
 
+def interval(ours: Seeds, theirs: Seeds, confidence: float = 0.95) -> tuple[float, float] | None:
+    """Return the interval of the mean difference over the seeds that both have (Student's t on pairs), or None with fewer than three."""
+    from scipy.stats import t
+
+    differences = [a - b for a, b in zip(*_pairs(ours, theirs), strict=True)]
+    if len(differences) < 3 or ours.run == theirs.run:
+        return None
+    mean, error = statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+    away = float(t.ppf((1 + confidence) / 2, len(differences) - 1)) * error
+    return mean - away, mean + away
+
+
 def p_value(ours: Seeds, theirs: Seeds) -> float | None:
     """Return p of a paired t-test over the seeds that both have, or None with fewer than three."""
     from scipy.stats import ttest_rel
