@@ -121,8 +121,8 @@ def growth(rate: str, repeats: int) -> dict[str, Any]:
         for links in (rate, LOOPBACK):
             with Bed(hosts, links) as bed:
                 found = on_all_hosts(bed, 900, "step", "--repeats", str(repeats), "--without", "lazy", "crude")
-            rows += _steps(bed.rate, hosts, found["seconds"])
-    return {"machine": found["machine"], "bed": found["bed"], "parameters": PARAMETERS, "H": H, "rows": rows}
+            rows += [{"bed": found["bed"], **row} for row in _steps(bed.rate, hosts, found["seconds"])]
+    return {"machine": found["machine"], "parameters": PARAMETERS, "H": H, "rows": rows}
 
 
 def loopback(hosts: int, repeats: int) -> dict[str, Any]:

@@ -25,7 +25,7 @@ import images.study as study  # noqa: E402
 import rumor  # noqa: E402
 from images.convolution import convolution  # noqa: E402
 from images.data import CIFAR, InMemory, Scale, cropped, load  # noqa: E402
-from images.networks import SmallResNet, whitening  # noqa: E402
+from images.networks import ResNet50, SmallResNet, whitening  # noqa: E402
 from images.split import ByLabel, Shuffled, split_of  # noqa: E402
 from images.study import TABLES  # noqa: E402
 from images.train import loss_of, lr_at, optimizer  # noqa: E402
@@ -69,6 +69,17 @@ def test_a_convolution_and_its_gradients_are_torchs(nodes: int | None, size: int
     for mine, theirs in zip(*found, strict=True):
         assert mine.shape == theirs.shape
         assert (mine - theirs).abs().max() < 1e-12
+
+
+def test_each_block_of_resnet50_begins_as_its_shortcut() -> None:
+    network = ResNet50(classes=2)
+    for _ in range(2):
+        network.start(torch.empty(0))
+        block = network.network[4].eval()  # the second block: its shortcut is the identity
+        x = torch.randn(1, 256, 4, 4).relu()
+        assert torch.equal(block(x), x)
+        with torch.no_grad():
+            block.path[-1][1].weight.fill_(1.0)
 
 
 def test_the_network_takes_the_same_step_stacked_and_alone() -> None:
