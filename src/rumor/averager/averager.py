@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rumor.averager.replica import Replica
-from rumor.averager.setup import bound_algorithm, check_lazy, check_model, check_options, what_ranks_compare
+from rumor.averager.setup import bound_algorithm, check_lazy, check_model, check_no_ddp_around, check_options, what_ranks_compare
 from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.engines.processes.transport import Group
@@ -89,6 +89,7 @@ class Averager:
         self.replica.attach(engine, node, algorithm)
         self._lazy, self._rescue, self._optimizer = lazy, rescue, optimizer
         self._showing_mean = False
+        self._has_stepped = False
         if lazy:
             self._add_hooks()
 
@@ -137,6 +138,9 @@ class Averager:
                 None.
         """
         self.refuse_inside_averaged("step()")
+        if not self._has_stepped:  # at the first step, because DDP may have been put around the model after the Averager was built
+            check_no_ddp_around(self.model, self.engine, self.replica.runner.algorithm)
+            self._has_stepped = True
         if lr is None and self._optimizer is not None and self.replica.runner.algorithm.needs_lr:
             lr = self._optimizer.param_groups[0]["lr"]
         with ordinary_tensors():
