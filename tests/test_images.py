@@ -29,11 +29,12 @@ from images.networks import ResNet50, SmallResNet, whitening  # noqa: E402
 from images.split import ByLabel, Shuffled, split_of  # noqa: E402
 from images.study import TABLES  # noqa: E402
 from images.train import loss_of, lr_at, optimizer  # noqa: E402
-from networks import compare, order, trials  # noqa: E402
+from networks import compare, order, page, trials  # noqa: E402
 from networks.command import _wanted  # noqa: E402
 from networks.compare import Seeds  # noqa: E402
 from networks.engines import OneOfMany, as_first_says, mean_over_ranks  # noqa: E402
 from networks.page import _to_target, filled_in, stores  # noqa: E402
+from networks.pictures import draw_curves, draw_periods  # noqa: E402
 from networks.runs import Run, Table, tables_of  # noqa: E402
 from networks.store import ADDED, Finished, Point, Settings, Store  # noqa: E402
 from tests import warm  # noqa: E402
@@ -574,6 +575,34 @@ def test_verdicts_on_the_two_pairs_that_were_misjudged() -> None:
     assert judged["16", "Gossip-PGA, no momentum - Parallel SGD, no momentum"] == "differs in size"  # -0.29 in the paper, -2.05 here
 
 
+def test_every_table_can_be_shown_before_it_is_run() -> None:
+    words = [page._word(name) for name in (*page.IMAGES, *page.TEXT) if name != "quick"]
+    text = "\n".join(f"<!-- table {word} -->\n<!-- end -->" for word in words)
+    shown = filled_in(text, *stores())
+    assert all(f"<!-- table {word} -->\n" in shown for word in words)
+    assert page.NOT_YET in shown.split("<!-- table 7-at-120-epochs -->")[1].split("<!-- end -->")[0]
+
+
+def test_results_of_120_epochs_make_their_table_verdicts_and_pictures(tmp_path: Path) -> None:
+    """With invented results, as the command would write them."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "image_classification.csv"
+    store = page.image_store(path)
+    for run in TABLES["7 at 120 epochs"].all_runs(seeds=3):
+        noise = np.random.default_rng((run.seed, run.stretch, len(run.method), ord(run.method[-1]))).normal()
+        accuracy = (0.94 if run.method == "Parallel SGD" else 0.93) + 1e-3 * noise
+        curve = [Point(1.0, 0.5, 0.6, 0.25), Point(0.5, accuracy, 0.99, 0.1)]
+        store.add(run, replace(finished(), accuracy=accuracy, curve=curve))
+    assert "| Gossip-PGA " in page.image_table("7 at 120 epochs", TABLES["7 at 120 epochs"], page.image_store(path))
+    rows = order.order_table(order.OF_IMAGES, page.image_store(path))
+    assert {row["table"] for row in rows} == {"7 at 120 epochs"}
+    assert len(rows) == 13
+    found = compare.of_table(TABLES["7 at 120 epochs"], page.image_store(path))
+    draw_curves(found, ("training loss", "test accuracy, %", "training accuracy, %"), "title", tmp_path / "curves.png")
+    draw_periods(page._recorded_periods(page.image_store(path)), "title", tmp_path / "periods.png")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("curves.png", "periods.png"))
+
+
 def test_a_tuned_table_without_trials_is_not_compared_twice() -> None:
     tables = [row["table"] for row in order.order_table(order.OF_IMAGES, stores()[0])]
     assert tables.count("16") == 2
@@ -581,5 +610,5 @@ def test_a_tuned_table_without_trials_is_not_compared_twice() -> None:
 
 
 def test_the_pages_tables_are_those_of_the_results() -> None:
-    page = (ROOT / "docs" / "networks.md").read_text()
-    assert filled_in(page, *stores()) == page
+    text = (ROOT / "docs" / "networks.md").read_text()
+    assert filled_in(text, *stores()) == text

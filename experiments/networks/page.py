@@ -25,7 +25,7 @@ from logistic import tables
 from networks import compare, order
 from networks.compare import Seeds
 from networks.paper import Reported, reported
-from networks.pictures import draw_curves
+from networks.pictures import draw_curves, draw_periods
 from networks.runs import Run, Table
 from networks.store import Settings, Store, rows_of
 from text.study import RECIPES as TEXT_RECIPES
@@ -271,6 +271,16 @@ def stores() -> tuple[Store, Store, dict[float, Store]]:
     return image_store(RESULTS / "image_classification.csv"), Store(path, TEXT, settings), by_rate
 
 
+def _recorded_periods(images: Store) -> dict[str, Seeds]:
+    """Find the runs of Gossip-AGA whose curves have the share of global rounds, with and without label smoothing."""
+    found = {}
+    for name in ("7 at 120 epochs", "7 without smoothing"):
+        for seeds in compare.of_table(IMAGES[name], images):
+            if seeds.run.method == "Gossip-AGA" and all(point.global_rounds is not None for curve in seeds.curves for point in curve):
+                found["label smoothing 0.2" if name == "7 at 120 epochs" else "no label smoothing"] = seeds
+    return found
+
+
 def main() -> None:
     page, (images, words, by_rate) = ROOT / "docs" / "networks.md", stores()
     tables.write(page, filled_in(page.read_text(), images, words, by_rate))
@@ -280,6 +290,8 @@ def main() -> None:
         if all(point.trained is not None for seeds in found for curve in seeds.curves for point in curve):
             measures.append("training accuracy, %")  # the paper's figure 8
         draw_curves(found, measures, title, pictures / "figure-2.png")
+    if periods := _recorded_periods(images):
+        draw_periods(periods, "Gossip-AGA on CIFAR-10, 32 nodes: mean of the seeds", pictures / "periods.png")
     if found := compare.of_table(TEXT["11"], words) or compare.of_table(TEXT["11 earlier"], words):
         title = f"BERT, 8 nodes, {bands}"
         draw_curves(found, ("training loss", "held-out loss"), title, pictures / "figure-3.png")
