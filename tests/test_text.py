@@ -18,7 +18,7 @@ from networks import compare, trials  # noqa: E402
 from networks.engines import Simulated  # noqa: E402
 from networks.page import rates_table, stores  # noqa: E402
 from networks.runs import Run, changed  # noqa: E402
-from networks.store import Finished, Point, Settings, Store  # noqa: E402
+from networks.store import Finished, Point, Settings, Store, rows_of  # noqa: E402
 from tests import warm  # noqa: E402
 from text.data import GUESSES, LENGTH, Sequences, Special, articles, masked, tokens  # noqa: E402
 from text.lamb import Lamb  # noqa: E402
@@ -298,6 +298,31 @@ def test_results_of_the_earlier_lamb_are_apart() -> None:
     assert compare.of_table(TABLES["11 earlier"], words)
     assert {row["optimizer"] for row in words.rows() if row["batch"] == "32"} == {EARLIER_LAMB}
     assert RECIPES[""].optimizer != EARLIER_LAMB
+
+
+@pytest.mark.processes
+def test_a_toy_of_table_11_with_the_rates_of_its_trials(tmp_path: Path) -> None:
+    write_text(tmp_path / "books", 900)
+    out, words = tmp_path / "found.csv", vocabulary(tmp_path)
+    command = [ROOT / "experiments" / "language_modeling.py", "--out", out, "--data", tmp_path / "books", "--vocabulary", words]
+    command += ["--cache", tmp_path / "cache", "--quick", "--table", "11", "11 on a ring", "--nodes", "2"]
+    command += ["--steps", "6", "--batch", "4", "--device", "cpu", "--method", "Parallel SGD", "Gossip-PGA"]
+    heavy = ["tokenizers", "transformers.models.bert.modeling_bert"]
+    for extra in (["--tune", "0.001", "0.01"], []):
+        done = warm.run([*command, *extra], preload=heavy)
+        assert done.returncode == 0, done.stderr
+    found, tried = rows_of(out), rows_of(tmp_path / "found-trials.csv")
+    assert {(row["method"], row["topology"]) for row in found} == {
+        ("Parallel SGD", "complete"),
+        ("Gossip-PGA", "one_peer_exponential"),
+        ("Gossip-PGA", "ring"),
+    }
+    assert {row["optimizer"] for row in (*found, *tried)} == {"LAMB"}
+    assert {row["data"] for row in found}.isdisjoint(row["data"] for row in tried)
+    for row in found:
+        of_run = [each for each in tried if (each["method"], each["topology"]) == (row["method"], row["topology"])]
+        assert len(of_run) == 2
+        assert row["lr"] == min(of_run, key=lambda each: float(each["loss"]))["lr"]
 
 
 @pytest.mark.processes
