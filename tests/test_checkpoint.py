@@ -409,6 +409,13 @@ def test_a_folder_without_a_complete_checkpoint_is_empty(four: Cluster, name: st
     assert four.run(position_in, str(folder)) == [None] * N
 
 
+def test_a_folder_may_have_the_name_of_a_checkpoint(four: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    assert four.run(position_in, str(folder)) == [None] * N
+    four.run(keeps, str(folder))
+    assert four.run(position_in, str(folder)) != [None] * N
+
+
 def said_of_no_checkpoint(rank: int, folder: str) -> str:
     _, averager, _ = parts("gossip_pga")
     with contextlib.redirect_stderr(io.StringIO()) as said:

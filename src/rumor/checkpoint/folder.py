@@ -106,12 +106,15 @@ def find_entry(folder: Path, step: int | None) -> dict[str, Any] | None:
 
 def _refuse_other_paths(folder: Path) -> None:
     """Refuse a path that save() was not given. "No checkpoint yet" would be wrong there, and the run would start again from zero."""
+    if not folder.exists():
+        return
     inside = folder if folder.is_dir() else folder.parent
-    if NAME.fullmatch(inside.name) or any(inside.glob("node-*-rank-*.pt")):
+    has_checkpoints = (inside / LATEST).exists()
+    if not has_checkpoints and (NAME.fullmatch(inside.name) or any(inside.glob("node-*-rank-*.pt"))):
         raise ValueError(f"{folder} is part of one checkpoint: rumor.load() takes the folder of all of them, {inside.parent}")
-    if folder.exists() and not folder.is_dir():
+    if not folder.is_dir():
         raise ValueError(f"{folder} is a file: rumor.load() takes the folder that rumor.save() was given, such as {folder.parent}")
-    if folder.is_dir() and not (folder / LATEST).exists():
+    if not has_checkpoints:
         # a first checkpoint that was cut short leaves its folder; a new file system has lost+found
         foreign = sorted(
             p.name for p in folder.iterdir() if not (NAME.fullmatch(p.name) or p.name.startswith(".") or p.name == "lost+found")
