@@ -6,6 +6,7 @@
     sudo python benchmarks/network.py growth         # the same for 2, 4, 8 and 16 hosts
     sudo python benchmarks/network.py trace          # the work of a host and its link during a few steps
     sudo python benchmarks/network.py peers          # a training step of other libraries and of Rumor
+    sudo python benchmarks/network.py overhead       # the paper's Table 17: gossip and all-reduce of ResNet-50's and BERT-base's parameters
 
          python benchmarks/network.py loopback       # the same step over loopback, for a small and a large model
 
@@ -29,7 +30,12 @@ from measure import save
 
 HERE = Path(__file__).parent
 PARAMETERS, RESNET_PARAMETERS = 1_863_690, 25_557_032  # of examples/model_to_plan.py, and of ResNet-50
-H = 6
+H, NEVER = 6, 1_000_000  # the latter is a period that is never reached
+COMPUTING = {
+    "resnet50": 0.146,
+    "bert_base": 0.445,
+}  # seconds of a step without communication, for `overhead`: those of the paper's Table 17
+SIZES = {"resnet50": RESNET_PARAMETERS, "bert_base": 109_482_240, "tiny": 1_010}
 RATES = ("200mbit", "500mbit", "1gbit")
 PEER_RATES = ("100mbit", "200mbit", "500mbit", "1gbit", LOOPBACK)
 SLOW = "500mbit"  # on slower links than this, some contestants of `peers` are left out to save time:
@@ -121,8 +127,8 @@ def growth(rate: str, repeats: int) -> dict[str, Any]:
         for links in (rate, LOOPBACK):
             with Bed(hosts, links) as bed:
                 found = on_all_hosts(bed, 900, "step", "--repeats", str(repeats), "--without", "lazy", "crude")
-            rows += _steps(bed.rate, hosts, found["seconds"])
-    return {"machine": found["machine"], "bed": found["bed"], "parameters": PARAMETERS, "H": H, "rows": rows}
+            rows += [{"bed": found["bed"], **row} for row in _steps(bed.rate, hosts, found["seconds"])]
+    return {"machine": found["machine"], "parameters": PARAMETERS, "H": H, "rows": rows}
 
 
 def loopback(hosts: int, repeats: int) -> dict[str, Any]:
@@ -152,13 +158,44 @@ def peers(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
     return {"machine": found["machine"], "hosts": hosts, "parameters": PARAMETERS, "H": H, "rows": rows}
 
 
+def overhead(hosts: int, rates: list[str], repeats: int, models: dict[str, float]) -> dict[str, Any]:
+    """Times what gossip and an all-reduce add to a step, as in the paper's Table 17. `models` maps shapes to seconds of computing.
+
+    Two cores serve all hosts, so computing is a sleep. Nothing overlaps with it.
+    """
+    rows = []
+    with Bed(hosts, rates[0]) as bed:
+        for rate in rates_of(bed, rates):
+            for shapes, compute in models.items():
+                job = ("overhead", "--shapes", shapes, "--compute", str(compute), "--repeats", str(repeats))
+                found = on_all_hosts(bed, 3600, *job)
+                rows += [{"model": shapes, "compute": compute, **row} for row in _overheads(rate, hosts, found["seconds"], SIZES[shapes])]
+    return {"machine": found["machine"], "bed": bed.name, "rows": rows}
+
+
+def _overheads(rate: str, hosts: int, seconds: dict[str, Any], parameters: int) -> list[dict[str, Any]]:
+    """Subtracts the step without communication, and gives the least possible time of the bytes."""
+    rows = []
+    for name, spread in seconds.items():
+        row = {"rate": rate, "hosts": hosts, "what": name, **spread, "overhead": spread["median"] - seconds["no communication"]["median"]}
+        if bytes_per_second(rate) < math.inf and name != "no communication":
+            contestant = name.replace("gossip", "Gossip").replace("all-reduce", "Parallel SGD")
+            row["limit"] = copies_sent(contestant, hosts, NEVER) * 4 * parameters / bytes_per_second(rate)
+        rows.append(row)
+        print(f"{hosts:3} hosts {rate:>8} {name:20} {1e3 * spread['median']:7.0f} ms ({1e3 * row['overhead']:+.0f})", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("what", choices=("exchange", "step", "resnet", "growth", "loopback", "peers", "trace"), help="what to measure")
+    parser.add_argument(
+        "what", choices=("exchange", "step", "resnet", "growth", "loopback", "peers", "trace", "overhead"), help="what to measure"
+    )
     parser.add_argument("--hosts", type=int, default=4, help="number of hosts")
     parser.add_argument("--rates", nargs="+", help="rates of the links in tc's notation, or loopback")
     parser.add_argument("--congestion", default=CONGESTION, help="TCP congestion control, for step")
     parser.add_argument("--repeats", type=int, default=5, help="number of turns")
+    parser.add_argument("--quick", action="store_true", help="a tiny model, for overhead: a smoke test")
     parser.add_argument("--out", type=Path, help="file for the results")
     options = parser.parse_args()
     if options.hosts < 2 or options.repeats < 1:
@@ -178,6 +215,9 @@ def main() -> None:
         results = trace(options.hosts, (options.rates or ["500mbit"])[0])
     elif options.what == "peers":
         results = peers(options.hosts, options.rates or list(PEER_RATES), options.repeats)
+    elif options.what == "overhead":
+        models = {"tiny": 0.001} if options.quick else COMPUTING
+        results = overhead(options.hosts, options.rates or ["500mbit", "1gbit"], options.repeats, models)
     else:
         results = growth((options.rates or ["500mbit"])[0], options.repeats)
     shaped = options.what == "loopback" or any(row.get("rate") != LOOPBACK for row in results.get("rows", [results]))

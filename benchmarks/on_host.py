@@ -7,6 +7,7 @@ import datetime
 import math
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from model_to_plan import build
 
-from models import resnet50
+from models import bert_base, resnet50
 
 T = TypeVar("T")
 Step = Callable[[], object]
@@ -35,6 +36,7 @@ Build = Callable[[], tuple[nn.Module, Callable[..., None]]]  # returns a model a
 BUCKETS_MB = (1, 4, 25)  # values of DDP's bucket_cap_mb; the fastest one counts
 H = 6
 TURN = 2 * H  # steps
+NEVER = 1_000_000  # a period that is never reached
 WITH_PEERS = ("computing alone", "DDP", "Local SGD", "Gossip SGD", "OSGP", "SlowMo", "Gossip-PGA")  # no Gossip-AGA: its period is not H
 
 
@@ -173,11 +175,43 @@ def _same_model() -> nn.Module:
     return build()[0]
 
 
+SHAPES: dict[str, Callable[[], nn.Module]] = {"resnet50": resnet50, "bert_base": bert_base, "tiny": partial(nn.Linear, 100, 10)}
+
+
+def overhead(repeats: int, shapes: Callable[[], nn.Module], compute: float) -> dict[str, Any]:
+    """Times a step that sleeps for `compute` seconds and then communicates, for each way to communicate.
+
+    They run one after the other and not in turns, because the buffers of all of them would not fit into the memory of one machine.
+    """
+    n, found = dist.get_world_size(), {}
+    graph = rumor.one_peer_exponential(n)
+    methods = {
+        "no communication": None,
+        "all-reduce": rumor.parallel_sgd(n),
+        "gossip": rumor.gossip_sgd(graph),
+        "all-reduce, 4 bits": rumor.parallel_sgd(n, bits=4),
+        "gossip, 4 bits": rumor.gossip_pga(graph, NEVER, bits=4),
+    }
+    for name, algorithm in methods.items():
+        averaging = None if algorithm is None else rumor.Averager(shapes(), algorithm).step
+        steps = {name: partial(_sleep_then, compute, averaging)}
+        found |= take_turns(steps, 2 * graph.period, repeats, lead_in=1)  # whole cycles: the steps of a cycle may differ
+    return found
+
+
+def _sleep_then(seconds: float, communicate: Step | None) -> None:
+    time.sleep(seconds)
+    if communicate is not None:
+        communicate()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("exchange", "step", "peers", "trace"), help="what to measure")
+    parser.add_argument("what", choices=("exchange", "step", "peers", "trace", "overhead"), help="what to measure")
     parser.add_argument("--sizes", type=int, nargs="+", default=[8_000_000, 100_000_000], help="sizes in bytes, for exchange")
     parser.add_argument("--model", choices=BUILDS, default="mlp", help="model, for step")
+    parser.add_argument("--shapes", choices=SHAPES, default="resnet50", help="parameters, for overhead")
+    parser.add_argument("--compute", type=float, default=0.146, help="seconds of computing, for overhead: it sleeps for so long")
     parser.add_argument(
         "--without", nargs="*", default=[], help="leave out contestants with one of these words in their name, for step and peers"
     )
@@ -189,6 +223,8 @@ def main() -> None:
         found = exchange(options.sizes, options.repeats)
     elif options.what == "step":
         found = step(options.repeats, BUILDS[options.model], options.without)
+    elif options.what == "overhead":
+        found = overhead(options.repeats, SHAPES[options.shapes], options.compute)
     else:
         found = with_peers(options.repeats, options.without) if options.what == "peers" else trace(_same_model)
     if dist.get_rank() == 0:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from measure import machine, save
-from rumor.checkpoint.checkpoint import LATEST
+from rumor.checkpoint.folder import LATEST
 
 ROOT = Path(__file__).parents[1]
 SETTLED = 100  # steps after which a process has allocated what it needs

@@ -5,6 +5,7 @@ end below it. All nodes are simulated exactly on one GPU.
 
     python experiments/image_classification.py --data FOLDER                   # binary files of CIFAR-10
     python experiments/image_classification.py --data FOLDER --table 7 9       # some tables
+    python experiments/image_classification.py --data FOLDER --table "7 at 120 epochs" --epochs 40 --tune 0.25 0.5 1      # keeps the trials
     python experiments/image_classification.py --data FOLDER --quick           # Fashion-MNIST, 8 nodes: 3 minutes on two cores
     torchrun ... experiments/image_classification.py --data FOLDER --engine processes --net resnet50      # train/ and val/ of ImageNet
 
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,31 +24,16 @@ from torch import nn
 from images.data import Data, Scale, load
 from images.networks import NETWORKS
 from images.split import split_of
-from images.study import TABLES
-from images.train import SMOOTHING, WEIGHT_DECAY, loss_of, optimizer, train
+from images.study import PARALLEL, RECIPES, RESNET, SHORT, TABLES, USUAL, Recipe, settings_of
+from images.train import loss_of, optimizer, train
 from networks import command
-from networks.engines import OneOfMany, Simulated, Trainer, TrainerCache, device_name
+from networks.engines import OneOfMany, Simulated, Trainer, TrainerCache, as_first_says, device_name
 from networks.hours import hours
 from networks.runs import Run
 from networks.store import Finished, Settings
 from rumor.cost.paper import RESNET50
 
 RESULTS = Path(__file__).parent / "results" / "image_classification.csv"
-EPOCHS, QUICK_EPOCHS, BATCH = 40, 2, 32
-IMAGES = 256  # --lr is for this many images per step; it grows with the total batch of all nodes (linear scaling)
-
-
-class Recipe(NamedTuple):
-    """Default values of options."""
-
-    lr: float  # the highest learning rate, for 256 images per step
-    weight_decay: float
-    label_smoothing: float
-
-
-USUAL = Recipe(0.5, WEIGHT_DECAY, SMOOTHING)  # the learning rate was tuned once, for Parallel SGD with 32 nodes x 32 images
-SHORT = Recipe(4.0, WEIGHT_DECAY, SMOOTHING)  # for --quick, which has smaller batches and shorter runs
-RESNET = Recipe(0.1, 1e-4, 0.1)  # the usual values on ImageNet
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -56,6 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     with command.processes(options) as is_first:
         with command.refusing():
             data = load(options.data, torch.device(options.device), options.side)
+            data = data.for_trials() if options.tune else data
         command.run_missing(options, TABLES, Runner(data, options), is_first)
 
 
@@ -72,11 +58,11 @@ class Runner:
         torch.manual_seed(run.seed)
         model.start(self.scale(data.sample()))  # type: ignore[operator]
         split = split_of(run.split, data.labels, run.nodes, run.seed)
-        done = train(trainer, run, data, self.scale, split, self.settings(run))
+        done = train(trainer, run, data, self.scale, split, as_first_says(self.settings(run)))  # ranks may have different files of trials
         return Finished(
-            accuracy=done.curve[-1][1],
+            accuracy=done.curve[-1].value,
             worst_node=min(done.nodes),
-            loss=done.curve[-1][0],
+            loss=done.curve[-1].loss,
             global_share=done.global_share,
             hours=hours(run, done.global_share, RESNET50),
             gpu_seconds=done.seconds,
@@ -85,31 +71,27 @@ class Runner:
         )
 
     def settings(self, run: Run) -> Settings:
-        options, together = self.options, run.nodes * self.options.batch
-        once = Settings(
-            data=self.data.name,
-            net=NETWORKS[options.net].__name__,
-            epochs=options.epochs,
-            steps=options.epochs * (len(self.data.labels) // together),
-            batch=options.batch,
-            lr=options.lr * together / IMAGES,
-            weight_decay=options.weight_decay,
-            smoothing=options.label_smoothing,
-        )
-        return once.stretched(run.stretch)
+        net, images = NETWORKS[self.options.net].__name__, len(self.data.labels)
+        return settings_of(run, self.recipe(run), self.data.name, images, net, self.options.out)
 
-    def trainer_key(self, run: Run) -> tuple[int, float]:
-        return run.nodes, run.momentum or 0.0
+    def recipe(self, run: Run) -> Recipe:
+        special = RESNET if self.options.net == "resnet50" else SHORT if self.options.quick else {}
+        recipe = command.changed_by(self.options, RECIPES[run.recipe]._replace(**special))
+        return recipe if self.options.lr is None else recipe._replace(is_tuned=False)
+
+    def trainer_key(self, run: Run) -> tuple[object, ...]:
+        recipe = self.recipe(run)
+        return run.nodes, run.momentum, recipe.batch, recipe.label_smoothing, recipe.weight_decay
 
     def _new_trainer(self, run: Run) -> tuple[Trainer, nn.Module]:
-        sample = self.scale(self.data.sample())
+        sample, recipe = self.scale(self.data.sample()), self.recipe(run)
         model = NETWORKS[self.options.net](self.data.classes, sample.shape[-1]).to(self.data.device)
         model.start(sample)  # type: ignore[operator]
-        make = partial(optimizer, momentum=run.momentum or 0.0, weight_decay=self.options.weight_decay)
-        loss = partial(loss_of, smoothing=self.options.label_smoothing)
+        make = partial(optimizer, momentum=run.momentum or 0.0, weight_decay=recipe.weight_decay)
+        loss = partial(loss_of, smoothing=recipe.label_smoothing)
         if self.options.engine == "processes":
             return OneOfMany(model, self.data.device, loss, make), model
-        order = torch.zeros(1, run.nodes, self.options.batch, dtype=torch.long)
+        order = torch.zeros(1, run.nodes, recipe.batch, dtype=torch.long)
         x, y = next(iter(self.data.take(order, range(run.nodes), 0)))
         return Simulated(model, run.nodes, (self.scale(x), y), loss, make), model
 
@@ -117,34 +99,30 @@ class Runner:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with CIFAR-10, Fashion-MNIST, or train/ and val/ by class")
-    parser.add_argument(
-        "--epochs",
-        type=command.at_least_one,
-        help=f"epochs of a run that is not stretched; {EPOCHS} if not given, with --quick {QUICK_EPOCHS}",
-    )
-    parser.add_argument("--batch", type=command.at_least_one, default=BATCH, help="images per node and step")
     parser.add_argument("--net", choices=list(NETWORKS), help="network; small if not given, with --quick tiny")
-    about = (
-        "highest learning rate for 256 images of all nodes together; it grows with their number",
-        "weight decay, not for norms and biases",
-        "label smoothing, >= 0 and < 1",
-    )
-    types = (command.above_zero, command.share, command.share)
-    for name, what, kind, *values in zip(Recipe._fields, about, types, USUAL, SHORT, RESNET, strict=True):
-        usual = "{:g} if not given, with --quick {:g}, with --net resnet50 {:g}".format(*values)
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=f"{what}; {usual}")
+    options_of_recipe = {
+        "epochs": (command.at_least_one, "epochs of a run that is not stretched"),
+        "batch": (command.at_least_one, "images per node and step"),
+        "lr": (command.above_zero, "highest learning rate for 256 images of all nodes together; it grows with their number"),
+        "weight_decay": (command.share, "weight decay, not for norms and biases"),
+        "label_smoothing": (command.share, "label smoothing, >= 0 and < 1"),
+    }
+    for name, (kind, what) in options_of_recipe.items():
+        others = [f", with {way} {values[name]:g}" for way, values in (("--quick", SHORT), ("--net resnet50", RESNET)) if name in values]
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            help=f"{what}; that of the table, mostly {getattr(USUAL, name):g}, if not given{''.join(others)}",
+        )
     parser.add_argument("--side", type=command.at_least_one, default=224, help="width and height of an image in pixels, for folders")
     command.add_options(parser, TABLES, RESULTS)
     options = parser.parse_args(arguments)
     options.net = options.net or ("tiny" if options.quick else "small")
-    options.epochs = options.epochs or (QUICK_EPOCHS if options.quick else EPOCHS)
-    recipe = RESNET if options.net == "resnet50" else SHORT if options.quick else USUAL
-    for name, value in recipe._asdict().items():
-        if getattr(options, name) is None:
-            setattr(options, name, value)
     command.complete(options, parser, TABLES, RESULTS)
-    if options.batch < 2:
+    if options.batch == 1:
         parser.error("--batch 1: BatchNorm needs at least 2 images per node")
+    if options.tune and not options.method:
+        options.method = [PARALLEL.name]  # all methods have its learning rate
     return options
 
 

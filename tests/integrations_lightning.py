@@ -17,6 +17,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -78,6 +79,27 @@ def fitted(algorithm: Any, folder: Path, **options: Any) -> dict[str, Any]:
     module, callback = Module(seed=dist.get_rank() if dist.is_initialized() else 0), RumorCallback(algorithm)
     trainer(folder, callback, **options).fit(module, loader())
     return {"seen": torch.stack(module.seen), "end": flat(module), "counts": counts(callback.averager)}
+
+
+class Noted(Logger):
+    """A logger that keeps what it gets."""
+
+    name, version = "noted", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metrics: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.metrics.append({name: value for name, value in metrics.items() if name != "epoch"})
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    noted, callback = Noted(), RumorCallback(PGA)
+    trainer(folder, callback, logger=noted, log_every_n_steps=1).fit(Module(seed=0), loader())
+    return [*noted.metrics, {f"rumor/{name}": value for name, value in callback.averager.metrics.scalars().items()}]
 
 
 def resumed(folder: Path) -> dict[str, Any]:
@@ -185,6 +207,7 @@ def main(folder: Path) -> None:
         "resumed": resumed(folder),
         "with dropout": resumed_with_dropout(folder),
         "from the mean": resumed_from_the_mean(folder),
+        "logged": logged(folder),
         "batch": epochs[1][0],
     }
     weights(folder)

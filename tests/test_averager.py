@@ -515,6 +515,24 @@ def test_a_group_may_be_part_of_the_world(four: Cluster) -> None:
         assert across > 1
 
 
+def with_ddp_in_memory(rank: int) -> int:
+    """A DDP of another model, one of this model that is gone, and one beside a method that sends nothing."""
+    model, other = network(), network()
+    kept = nn.parallel.DistributedDataParallel(other)
+    gone = nn.parallel.DistributedDataParallel(model)
+    gone.itself = [gone]  # type: ignore[assignment]  # only the garbage collector can find it
+    del gone
+    averager = rumor.Averager(model, rumor.gossip_pga(rumor.ring(4), 2))
+    averager.step()
+    counts_only = rumor.Averager(other, rumor.gossip_sgd(rumor.isolated(4)))
+    counts_only.step()
+    return averager.steps + counts_only.steps + (kept.module is other)
+
+
+def test_a_ddp_that_does_not_train_this_model_is_no_obstacle(four: Cluster) -> None:
+    assert four.run(with_ddp_in_memory) == [3] * 4
+
+
 def nodes_of_two(rank: int) -> tuple[Tensor, int | None]:
     """2 nodes x 2 ranks: DDP inside a node, Gossip-AGA across."""
     inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]

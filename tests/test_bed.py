@@ -1,6 +1,7 @@
 """The test bed of the benchmarks: real processes on hosts of its own, taken down whatever happens."""
 
 import doctest
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -17,6 +19,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import contestants  # noqa: E402
 import limits  # noqa: E402
 import network  # noqa: E402
+import on_host  # noqa: E402
 import page  # noqa: E402
 import peers  # noqa: E402
 import reached  # noqa: E402
@@ -134,6 +137,38 @@ def test_a_bed_whose_process_is_told_to_end_is_taken_down(number: signal.Signals
     bed.send_signal(number)
     assert bed.wait(timeout=warm.DEADLINE) == 128 + number
     assert f"rumor{bed.pid}" not in spaces()
+
+
+def test_the_shapes_of_table_17_are_those_of_the_networks():
+    for name, build in on_host.SHAPES.items():
+        with torch.device("meta"):
+            assert sum(p.numel() for p in build().parameters()) == network.SIZES[name]
+
+
+@pytest.mark.processes
+def test_table_17_at_a_toy_size(tmp_path: Path):
+    out = tmp_path / "found.json"
+    arguments = ["network.py", "overhead", "--quick", "--hosts", "2", "--rates", LOOPBACK, "--repeats", "1", "--out", str(out)]
+    done = warm.run(arguments, ROOT / "benchmarks")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())
+    rows = {row["what"]: row for row in found["rows"]}
+    assert list(rows) == ["no communication", "all-reduce", "gossip", "all-reduce, 4 bits", "gossip, 4 bits"]
+    assert rows["no communication"]["median"] >= 0.001
+    assert rows["no communication"]["overhead"] == 0
+    for name, row in rows.items():
+        assert row["overhead"] == pytest.approx(row["median"] - rows["no communication"]["median"]), name
+    table = page.overhead(found).splitlines()
+    assert "424 (+278)" in table[2]
+    assert "tiny, 2 hosts, loopback" in table[4]
+
+
+def test_overheads_have_the_limit_of_their_bytes():
+    """4 hosts send 1 MB at 1 Gbit/s: 8 ms for gossip, 12 ms for an all-reduce."""
+    seconds = {name: {"median": median} for name, median in (("no communication", 0.1), ("gossip", 0.11), ("all-reduce", 0.13))}
+    _, gossip, all_reduce = network._overheads("1gbit", 4, seconds, 250_000)
+    assert (gossip["limit"], all_reduce["limit"]) == (pytest.approx(0.008), pytest.approx(0.012))
+    assert (gossip["overhead"], all_reduce["overhead"]) == (pytest.approx(0.01), pytest.approx(0.03))
 
 
 def test_every_contestant_has_a_limit():

@@ -1,10 +1,13 @@
 """rumor.save and rumor.load: whole or not there, exact with the same nodes, the mean of all with others, and nothing foreign is run."""
 
+import contextlib
+import io
 import os
 import pickle
 import random
 import re
 import signal
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -374,6 +377,91 @@ def test_a_foreign_folder_is_refused(four: Cluster, foreign: str, tmp_path: Path
     (tmp_path / "latest.json").write_text(foreign)
     for _, text in four.errors(position_in, str(tmp_path)):
         assert "is not what rumor.save() writes" in text
+
+
+WRONG_PATHS = {
+    "step-00000004": r"part of one checkpoint: rumor.load\(\) takes the folder of all of them, .*{folder}$",
+    "step-00000004/node-0-rank-0.pt": r"part of one checkpoint: rumor.load\(\) takes the folder of all of them, .*{folder}$",
+    "latest.json": r"is a file: rumor.load\(\) takes the folder that rumor.save\(\) was given, such as .*{folder}$",
+}
+
+
+@pytest.mark.parametrize("path", WRONG_PATHS)
+def test_a_path_inside_of_a_checkpoint_is_refused(four: Cluster, path: str, tmp_path: Path) -> None:
+    """None would mean that there is no checkpoint yet, and `or 0` would train from zero."""
+    four.run(keeps, str(tmp_path))
+    for _, text in four.errors(position_in, str(tmp_path / path)):
+        assert re.search(WRONG_PATHS[path].format(folder=tmp_path.name), text, re.M), text
+
+
+def test_a_folder_with_other_contents_is_refused(four: Cluster, tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c.pt", "d"):
+        (tmp_path / name).write_text("")
+    for _, text in four.errors(position_in, str(tmp_path)):
+        assert "holds a.txt, b.txt, c.pt, ... but no checkpoint: name the folder that rumor.save() was given" in text
+
+
+@pytest.mark.parametrize("name", ["step-00000003", "lost+found", ".snapshot", None])
+def test_a_folder_without_a_complete_checkpoint_is_empty(four: Cluster, name: str | None, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    if name is not None:
+        (folder / name).mkdir(parents=True)
+    assert four.run(position_in, str(folder)) == [None] * N
+
+
+def test_a_folder_may_have_the_name_of_a_checkpoint(four: Cluster, tmp_path: Path) -> None:
+    folder = tmp_path / "step-00000001"
+    assert four.run(position_in, str(folder)) == [None] * N
+    four.run(keeps, str(folder))
+    assert four.run(position_in, str(folder)) != [None] * N
+
+
+def said_of_no_checkpoint(rank: int, folder: str) -> str:
+    _, averager, _ = parts("gossip_pga")
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert rumor.load(folder, averager) is None
+    return said.getvalue()
+
+
+def test_one_line_says_that_there_is_no_checkpoint(four: Cluster, tmp_path: Path) -> None:
+    said = four.run(said_of_no_checkpoint, str(tmp_path / "none"))
+    assert said == [f"rumor.load: no checkpoint in {tmp_path / 'none'} yet, nothing is loaded\n", "", "", ""]
+
+
+def warned_of(rank: int, folder: str) -> list[str]:
+    _, averager, _ = parts("gossip_pga")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rumor.load(folder, averager)
+    return [f"{Path(one.filename).name}: {one.message}" for one in caught]
+
+
+def test_an_optimizer_that_was_saved_and_is_not_loaded_is_named(four: Cluster, tmp_path: Path) -> None:
+    four.run(keeps, str(tmp_path))
+    said = four.run(warned_of, str(tmp_path))
+    use = "use rumor.load(folder, averager, optimizer=optimizer)"
+    assert said == [[f"test_checkpoint.py: the saved state of optimizer (SGD) is not loaded, and starts anew: {use}"], [], [], []]
+
+
+def wrong_order(rank: int, folder: str) -> list[str]:
+    model, averager, _ = parts("gossip_pga")
+    said = []
+    for function, *arguments in ((rumor.save, averager, folder), (rumor.save, folder, model), (rumor.load, averager, folder)):
+        with pytest.raises(TypeError) as error:
+            function(*arguments)  # type: ignore[operator]
+        said.append(str(error.value))
+    return said
+
+
+def test_arguments_in_the_wrong_order_show_the_right_call(four: Cluster, tmp_path: Path) -> None:
+    for first, second, third in four.run(wrong_order, str(tmp_path)):
+        assert first == (
+            "rumor.save() takes the folder, then the Averager, got Averager and str: "
+            'call rumor.save("checkpoints", averager, optimizer=opt)'
+        )
+        assert "got str and Sequential" in second
+        assert 'call rumor.load("checkpoints", averager, optimizer=opt)' in third
+    assert not list(tmp_path.iterdir())
 
 
 class Waves(nn.Module):

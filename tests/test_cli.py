@@ -109,6 +109,14 @@ def test_wrong_input_ends_with_one_line_and_exit_code_2(run: Run, line: str, sai
     assert re.fullmatch(r"rumor( \w+)?: error: [^\n]+\n", error), error
 
 
+def test_rumor_alone_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out, error = capsys.readouterr()
+    assert out.startswith("usage: rumor")
+    assert all(command in out for command in ("demo", "plan", "probe", "topology"))
+    assert error == ""
+
+
 def test_the_table_shows_what_the_json_holds(run: Run) -> None:
     code, page, _ = run(f"plan -n 32 {TIMES} --steps 18768 --period 6")
     found = json.loads(run(f"plan -n 32 {TIMES} --steps 18768 --period 6 --json")[1])

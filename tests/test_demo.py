@@ -48,6 +48,18 @@ def command(line: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.processes
+def test_methods_may_be_written_out(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    methods = ["gossip_pga(one_peer_exponential,H=3)", "gossip_pga(one_peer_exponential,H=3,bits=4)"]
+    done = warm.run(["-c", FORKED, "demo", "--method", *methods, "--nodes", "2", "--steps", "6", "--out", tmp_path / "new"])
+    assert done.returncode == 0, done.stderr
+    plain, coded = json.loads((tmp_path / "new" / "demo.json").read_text())["results"]
+    assert [plain["method"], coded["method"]] == methods
+    assert plain["bytes_per_node"] > 5 * coded["bytes_per_node"]
+    assert methods[1] in done.stdout
+
+
+@pytest.mark.processes
 def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     line = f"--method {' '.join(METHODS)} --topology one_peer_exponential --nodes 4 --steps 6 --H 3 --seed 5"
@@ -90,6 +102,8 @@ def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: P
         ("--method adam", "there is no method 'adam': choose from parallel_sgd"),
         ("--method gossip_pga gossip-pga", "name each method once"),
         ("--method", "expected at least one argument"),
+        ("--method gossip_pga(rnig)", "'gossip_pga(rnig)' can't be read as a method: there is no 'rnig', but there are ring, "),
+        ("--method gossip_pga(ring(3)) --nodes 4", "this topology is for n=3 nodes, but the group has 4"),
         ("--H 0", "--H must be a whole number >= 1"),
         ("--H -3", "--H must be a whole number >= 1"),
         ("--steps 0", "--steps must be a whole number >= 1"),

@@ -100,6 +100,15 @@ def mistake(rank: int, what: str) -> None:
             averager.step()
     elif what == "DDP inside":
         rumor.Averager(nn.Sequential(nn.parallel.DistributedDataParallel(model)), rumor.gossip_pga(RING, 6))
+    elif what == "DDP around it":
+        ddp = nn.parallel.DistributedDataParallel(model)
+        averager = rumor.Averager(ddp.module, rumor.gossip_pga(RING, 6))
+        ddp(torch.zeros(1, 5, dtype=next(model.parameters()).dtype)).sum().backward()
+        averager.step()
+    elif what == "DDP around it later":
+        averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
+        ddp = nn.parallel.DistributedDataParallel(nn.Sequential(model))
+        averager.step()
     elif what == "compiled DDP":
         rumor.Averager(torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager"), rumor.gossip_pga(RING, 6))
     elif what == "other algorithm on rank 2":
@@ -140,6 +149,8 @@ MISTAKES = {
     "inside averaged": r"step\(\) inside averaged\(\), where the model is the mean of all nodes",
     "DDP inside": "already in DistributedDataParallel",
     "compiled DDP": "already in DistributedDataParallel",
+    "DDP around it": r"already in DistributedDataParallel over ranks \[0, 1, 2, 3\].*train the plain module",
+    "DDP around it later": r"already in DistributedDataParallel over ranks \[0, 1, 2, 3\].*train the plain module",
     "other algorithm on rank 2": r"disagree on the algorithm: rank 0 has GossipPGA.*rank 2 has SlowMo",
     "other H on rank 2": r"disagree on the algorithm: rank 0 has .*H=6.*rank 2 has .*H=7",
     "other model on rank 3": r"disagree on the model: rank 0 has weight \[4, 5\].*rank 3 has weight \[5, 5\]",

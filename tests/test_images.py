@@ -3,6 +3,8 @@
 import csv
 import doctest
 import importlib
+import math
+import re
 import subprocess
 import sys
 from argparse import Namespace
@@ -19,19 +21,22 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "experiments"))
 
 import image_classification  # noqa: E402
+import images.study as study  # noqa: E402
 import rumor  # noqa: E402
 from images.convolution import convolution  # noqa: E402
 from images.data import CIFAR, InMemory, Scale, cropped, load  # noqa: E402
-from images.networks import SmallResNet, whitening  # noqa: E402
+from images.networks import ResNet50, SmallResNet, whitening  # noqa: E402
 from images.split import ByLabel, Shuffled, split_of  # noqa: E402
 from images.study import TABLES  # noqa: E402
 from images.train import loss_of, lr_at, optimizer  # noqa: E402
+from networks import compare, order, page, trials  # noqa: E402
 from networks.command import _wanted  # noqa: E402
 from networks.compare import Seeds  # noqa: E402
 from networks.engines import OneOfMany, as_first_says, mean_over_ranks  # noqa: E402
 from networks.page import _to_target, filled_in, stores  # noqa: E402
-from networks.runs import Run, tables_of  # noqa: E402
-from networks.store import Finished, Settings, Store  # noqa: E402
+from networks.pictures import draw_curves, draw_periods  # noqa: E402
+from networks.runs import Run, Table, tables_of  # noqa: E402
+from networks.store import ADDED, Finished, Point, Settings, Store  # noqa: E402
 from tests import warm  # noqa: E402
 from tests.cluster import Cluster  # noqa: E402
 from tests.test_accuracy import write_data  # noqa: E402
@@ -65,6 +70,17 @@ def test_a_convolution_and_its_gradients_are_torchs(nodes: int | None, size: int
     for mine, theirs in zip(*found, strict=True):
         assert mine.shape == theirs.shape
         assert (mine - theirs).abs().max() < 1e-12
+
+
+def test_each_block_of_resnet50_begins_as_its_shortcut() -> None:
+    network = ResNet50(classes=2)
+    for _ in range(2):
+        network.start(torch.empty(0))
+        block = network.network[4].eval()  # the second block: its shortcut is the identity
+        x = torch.randn(1, 256, 4, 4).relu()
+        assert torch.equal(block(x), x)
+        with torch.no_grad():
+            block.path[-1][1].weight.fill_(1.0)
 
 
 def test_the_network_takes_the_same_step_stacked_and_alone() -> None:
@@ -191,7 +207,19 @@ def test_a_split_that_starves_a_node_is_refused() -> None:
 
 def test_runs_are_shared_by_tables() -> None:
     assert tables_of(Run("Gossip-PGA", H=6), TABLES) == ["7", "15", "8", "10", "bits"]
-    assert tables_of(Run("Gossip-PGA", H=6, seed=4), TABLES) == ["7", "bits"]
+    assert tables_of(Run("Gossip-PGA", H=6, seed=5), TABLES) == []
+    assert tables_of(Run("Gossip-PGA", H=6, recipe="120 epochs"), TABLES) == ["7 at 120 epochs"]
+
+
+def test_a_table_may_have_fewer_seeds_of_stretched_runs() -> None:
+    table = Table((study.PGA, study.GOSSIP_X2), seeds=3, stretched_seeds=1)
+    assert [(run.name, run.seed) for run in table.all_runs()] == [
+        ("Gossip-PGA", 0),
+        ("Gossip SGD x2", 0),
+        ("Gossip-PGA", 1),
+        ("Gossip-PGA", 2),
+    ]
+    assert tables_of(replace(study.GOSSIP_X2, seed=1), {"ours": table}) == []
 
 
 def test_the_small_table_is_named_only_where_it_is_alone() -> None:
@@ -200,7 +228,7 @@ def test_the_small_table_is_named_only_where_it_is_alone() -> None:
 
 
 def test_a_method_is_one_row_of_a_table() -> None:
-    options = Namespace(table=["7"], seeds=2, nodes=None, method=["Local SGD", "OSGP x2"])
+    options = Namespace(table=["7"], seeds=2, nodes=None, tune=None, method=["Local SGD", "OSGP x2"])
     assert [(run.name, run.seed) for run in _wanted(options, TABLES)] == [(name, seed) for seed in (0, 1) for name in options.method]
 
 
@@ -215,7 +243,7 @@ def settings_of(run: Run, **changes: object) -> Settings:
 
 
 def finished() -> Finished:
-    return Finished(0.9, 0.8, 0.1, 1.0, 2.0, 3.0, "cpu", [(1.0, 0.5), (0.1, 0.9)])
+    return Finished(0.9, 0.8, 0.1, 1.0, 2.0, 3.0, "cpu", [Point(1.0, 0.5), Point(0.1, 0.9)])
 
 
 CHANGES = {
@@ -227,6 +255,7 @@ CHANGES = {
     "lr": 0.25,
     "weight_decay": 1e-4,
     "smoothing": 0.1,
+    "optimizer": "LAMB",
 }
 
 
@@ -246,19 +275,24 @@ def test_a_longer_run_is_not_taken_for_a_stretched_one(tmp_path: Path) -> None:
     assert longer.find(replace(run, stretch=3)) is None
 
 
-def test_a_file_is_read_with_the_settings_of_most_of_its_runs(tmp_path: Path) -> None:
+def test_a_file_without_the_newer_columns_is_read(tmp_path: Path) -> None:
     run, path = Run("Local SGD", "isolated", 6), tmp_path / "found.csv"
-    other, stretched, few = replace(run, seed=1), replace(run, stretch=3), replace(run, nodes=4)
-    for one in (run, other, stretched, few):
-        Store(path, TABLES, settings_of).add(one, finished())
-    Store(path, TABLES, lambda run: settings_of(run, steps=200)).add(run, finished())  # a trial
-    found = Store.as_written(path, TABLES)
-    assert all(found.find(one) is not None and len(found.curve(one)) == 2 for one in (run, other, stretched, few))
-    assert found.find(run)["steps"] == "100"
-    assert found.find(replace(run, nodes=8)) is None
-    Store(path, TABLES, lambda run: settings_of(run, steps=200)).add(few, finished())
-    Store(path, TABLES, lambda run: settings_of(run, steps=200)).add(replace(few, seed=1), finished())
-    assert Store.as_written(path, TABLES).find(few)["steps"] == "200"
+    Store(path, TABLES, settings_of).add(run, finished())
+    for file in (path, tmp_path / "found-curves.csv"):
+        rows = rows_of(file)
+        older = [name for name in rows[0] if name not in ADDED]
+        assert len(older) < len(rows[0])
+        file.write_text("".join(",".join(line[name] for name in older) + "\n" for line in ({name: name for name in older}, *rows)))
+    store = Store(path, TABLES, settings_of)
+    assert store.find(run)["optimizer"] == "SGD"
+    assert store.curve(run) == (Point(1.0, 0.5), Point(0.1, 0.9))
+
+
+def test_a_curve_is_read_as_it_was_written(tmp_path: Path) -> None:
+    curve = [Point(1.0, 0.5, 0.6, 0.25), Point(0.1, 0.9, None, 0.0, 1e-3, 0.5)]
+    run, path = Run("Local SGD", "isolated", 6), tmp_path / "found.csv"
+    Store(path, TABLES, settings_of).add(run, replace(finished(), curve=curve))
+    assert Store(path, TABLES, settings_of).curve(run) == tuple(curve)
 
 
 def test_two_commands_may_write_to_one_file(tmp_path: Path) -> None:
@@ -288,20 +322,52 @@ def test_a_file_that_is_damaged_or_of_another_version_is_refused(tmp_path: Path,
         Store(path, TABLES, settings_of)
 
 
-def test_a_file_is_read_at_one_learning_rate(tmp_path: Path) -> None:
-    run, path = Run("Local SGD", "isolated", 6), tmp_path / "found.csv"
-    for lr in (0.2, 0.1):
-        Store(path, TABLES, partial(settings_of, lr=lr)).add(run, finished())
-    Store(path, TABLES, partial(settings_of, lr=0.1)).add(replace(run, seed=1), finished())
-    assert Store.as_written(path, TABLES).learning_rates() == [0.1, 0.2]
-    high, low = (Store.as_written(path, TABLES, lr) for lr in (0.2, 0.1))
-    assert (high.find(run)["lr"], low.find(run)["lr"]) == ("0.2", "0.1")
-    assert high.find(replace(run, seed=1)) is None
-    assert Store.as_written(path, TABLES, 0.4).find(run) is None
+def tried(folder: Path, accuracies: dict[float, list[float]], **changes: object) -> Path:
+    """Writes trials of Parallel SGD on 4 nodes for a results file, with the accuracies of the seeds at each rate."""
+    results = folder / "found.csv"
+    for lr, values in accuracies.items():
+        store = Store(trials.file_of(results), TABLES, partial(settings_of, **{"lr": lr, **changes}))
+        for seed, accuracy in enumerate(values):
+            store.add(replace(study.PARALLEL, nodes=4, seed=seed), replace(finished(), accuracy=accuracy))
+    return results
+
+
+def test_the_best_rate_is_that_of_the_longest_trials_with_the_most_seeds(tmp_path: Path) -> None:
+    results = tried(tmp_path, {0.5: [0.8, 0.9], 1.0: [0.84, 0.88], 2.0: [0.99], 4.0: [math.nan, 0.9]})
+    tried(tmp_path, {0.1: [0.95, 0.95]}, steps=50, data="another")
+    assert trials.best(results, method="Parallel SGD", momentum=0.9)["lr"] == "1"
+    assert trials.best(results, method="Parallel SGD", momentum=0.0) is None
+    assert trials.best(tmp_path / "nothing.csv", method="Parallel SGD") is None
+
+
+def test_tuned_tables_take_the_rate_of_the_trials_and_others_do_not(tmp_path: Path) -> None:
+    """In the trials 4 nodes had 32 images each, so their rate is for 128 images, and that of 32 nodes is 8 times as high."""
+    results = tried(tmp_path, {0.3: [0.9], 0.4: [0.8]})
+
+    def rate(run: Run) -> float:
+        return study.settings_of(run, study.RECIPES[run.recipe], "cifar10", 50_000, "SmallResNet", results).lr
+
+    assert rate(replace(study.PGA, recipe="120 epochs")) == pytest.approx(8 * 0.3)
+    assert rate(study.PGA) == 2.0
+    assert rate(replace(study.PGA, recipe="no momentum", momentum=0.0)) == 2.0  # no trials without momentum
+
+
+def test_new_tables_differ_from_table_7_in_what_they_say(tmp_path: Path) -> None:
+    def settings(run: Run) -> Settings:
+        return study.settings_of(run, study.RECIPES[run.recipe], "cifar10", 50_000, "SmallResNet", tmp_path / "found.csv")
+
+    usual = settings(study.PGA)
+    long, unsmoothed, as_32 = (
+        settings(next(run for run in TABLES[name].runs if run.name == "Gossip-PGA"))
+        for name in ("7 at 120 epochs", "7 without smoothing", "7 at n = 50 as 32")
+    )
+    assert long == replace(usual, epochs=120, steps=3 * usual.steps)
+    assert unsmoothed == replace(long, smoothing=0.0)
+    assert as_32 == replace(usual, batch=20)  # the same learning rate and steps, with 1,000 images a step where 32 nodes have 1,024
 
 
 def test_how_many_seeds_reach_the_target_is_said() -> None:
-    curves = (((1.0, 0.8), (0.5, 0.9)), ((1.0, 0.8), (0.5, 0.85)), ((1.0, 0.9), (0.5, 0.9)))
+    curves = tuple((Point(1.0, first), Point(0.5, last)) for first, last in ((0.8, 0.9), (0.8, 0.85), (0.9, 0.9)))
     seeds = Seeds(Run("Gossip SGD"), (0, 1, 2), (0.9, 0.85, 0.9), 100, 0.8, 0.0, 3.0, 1.0, True, curves)
     assert [_to_target(seeds, target) for target in (0.8, 0.9, 0.95)] == ["1 / 1.50", "2 / 3.00, 2 of 3", "not reached"]
     assert _to_target(replace(seeds, curves=(curves[0], curves[1], curves[1])), 0.9) == "1 of 3"
@@ -407,6 +473,31 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 @pytest.mark.processes
+def test_a_toy_of_each_new_table_with_the_rate_of_its_trials(tmp_path: Path) -> None:
+    """Trials hold out a tenth of the training images, and the command then takes their best rate by itself."""
+    write_data(tmp_path)
+    toy = ("--net", "tiny", "--epochs", "1", "--batch", "8", "--nodes", "2", "--device", "cpu", "--seeds", "1", "--data", str(tmp_path))
+    files, tables = [tmp_path / "found.csv", tmp_path / "found-trials.csv"], ("7 at 120 epochs", "16 tuned")
+    for extra in (("--tune", "0.5", "2"), ("--method", "Gossip-PGA", "Parallel SGD")):
+        done = start(*toy, "--table", *tables, *extra, "--out", str(files[0]))
+        assert done.returncode == 0, done.stderr
+    found, tried = map(rows_of, files)
+    assert {(row["method"], row["lr"], row["momentum"]) for row in tried} == {
+        ("Parallel SGD", lr, momentum) for lr in ("0.03125", "0.125") for momentum in ("0.9", "0")
+    }
+    held_out = re.fullmatch(r"(.*), (\d+) training images held out", tried[0]["data"])
+    assert held_out is not None
+    assert {row["data"] for row in found} == {held_out[1]}
+    for row in found:
+        best = max((each for each in tried if each["momentum"] == row["momentum"]), key=lambda each: float(each["accuracy"]))
+        assert row["lr"] == best["lr"]
+    with (tmp_path / "found-curves.csv").open(newline="") as file:
+        points = list(csv.DictReader(file))
+    assert all(0 < float(point["trained"]) <= 1 for point in points)
+    assert {point["global_rounds"] for point in points if point["method"] == "Parallel SGD"} == {"1"}
+
+
+@pytest.mark.processes
 def test_real_processes_train_as_the_simulator_does(tmp_path: Path) -> None:
     """And run what the first rank has not, though the other one sees results (the simulator's) of every run."""
     write_data(tmp_path, train=160, test=40)
@@ -461,6 +552,63 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
     assert [round(lr_at(k, 100, 1.0), 3) for k in (0, 2, 4, 24, 25, 50, 75)] == [0.1, 0.55, 1.0, 1.0, 0.1, 0.01, 0.001]
 
 
+def seeds_with(run: Run, values: tuple[float, ...], seeds: tuple[int, ...] = (0, 1, 2)) -> Seeds:
+    return Seeds(run, seeds, values, 100, 0.8, 0.0, 3.0, 1.0, True, ())
+
+
+def test_an_interval_is_that_of_the_paired_differences() -> None:
+    """Differences 1, 2, 3 have the mean 2 and the standard error 1 / sqrt(3); t is 4.3027 with two degrees of freedom."""
+    first, second = seeds_with(study.PGA, (2.0, 4.0, 6.0)), seeds_with(study.GOSSIP, (1.0, 2.0, 3.0))
+    away = 4.302652729911275 / math.sqrt(3)
+    assert compare.interval(first, second) == pytest.approx((2 - away, 2 + away))
+    assert compare.interval(first, seeds_with(study.GOSSIP, (1.0, 2.0), (0, 2))) is None
+    assert compare.interval(first, first) is None
+
+
+def test_verdicts_on_the_two_pairs_that_were_misjudged() -> None:
+    images, words, _ = stores()
+    judged = {
+        (row["table"], row["compared"]): row["verdict"]
+        for row in (*order.order_table(order.OF_IMAGES, images), *order.order_table(order.OF_TEXT, words))
+    }
+    assert judged["11 earlier", "Gossip-PGA - Gossip SGD"] == "differs"  # -0.35 in the paper, +0.01 +- 0.04 here
+    assert judged["16", "Gossip-PGA, no momentum - Parallel SGD, no momentum"] == "differs in size"  # -0.29 in the paper, -2.05 here
+
+
+def test_every_table_can_be_shown_before_it_is_run() -> None:
+    words = [page._word(name) for name in (*page.IMAGES, *page.TEXT) if name != "quick"]
+    text = "\n".join(f"<!-- table {word} -->\n<!-- end -->" for word in words)
+    shown = filled_in(text, *stores())
+    assert all(f"<!-- table {word} -->\n" in shown for word in words)
+    assert page.NOT_YET in shown.split("<!-- table 7-at-120-epochs -->")[1].split("<!-- end -->")[0]
+
+
+def test_results_of_120_epochs_make_their_table_verdicts_and_pictures(tmp_path: Path) -> None:
+    """With invented results, as the command would write them."""
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "image_classification.csv"
+    store = page.image_store(path)
+    for run in TABLES["7 at 120 epochs"].all_runs(seeds=3):
+        noise = np.random.default_rng((run.seed, run.stretch, len(run.method), ord(run.method[-1]))).normal()
+        accuracy = (0.94 if run.method == "Parallel SGD" else 0.93) + 1e-3 * noise
+        curve = [Point(1.0, 0.5, 0.6, 0.25), Point(0.5, accuracy, 0.99, 0.1)]
+        store.add(run, replace(finished(), accuracy=accuracy, curve=curve))
+    assert "| Gossip-PGA " in page.image_table("7 at 120 epochs", TABLES["7 at 120 epochs"], page.image_store(path))
+    rows = order.order_table(order.OF_IMAGES, page.image_store(path))
+    assert {row["table"] for row in rows} == {"7 at 120 epochs"}
+    assert len(rows) == 13
+    found = compare.of_table(TABLES["7 at 120 epochs"], page.image_store(path))
+    draw_curves(found, ("training loss", "test accuracy, %", "training accuracy, %"), "title", tmp_path / "curves.png")
+    draw_periods(page._recorded_periods(page.image_store(path)), "title", tmp_path / "periods.png")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("curves.png", "periods.png"))
+
+
+def test_a_tuned_table_without_trials_is_not_compared_twice() -> None:
+    tables = [row["table"] for row in order.order_table(order.OF_IMAGES, stores()[0])]
+    assert tables.count("16") == 2
+    assert "16 tuned" not in tables
+
+
 def test_the_pages_tables_are_those_of_the_results() -> None:
-    page = (ROOT / "docs" / "networks.md").read_text()
-    assert filled_in(page, *stores()) == page
+    text = (ROOT / "docs" / "networks.md").read_text()
+    assert filled_in(text, *stores()) == text

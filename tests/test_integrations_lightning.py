@@ -51,6 +51,17 @@ def test_the_loss_reaches_gossip_aga(ranks: Ranks) -> None:
     assert ranks[0]["accumulated"]["counts"]["H"] != 2, "H is still H_init"
 
 
+def test_the_metrics_are_in_lightnings_log(ranks: Ranks) -> None:
+    *each, after = ranks[0]["logged"]
+    assert len(each) == BATCHES
+    assert each[0].keys() == after.keys() == {"rumor/H", "rumor/bytes_sent", "rumor/seconds_waiting"}
+    sent = [row["rumor/bytes_sent"] for row in each]
+    assert 0 < sent[0] < sent[1]
+    assert sent == sorted(sent)
+    assert sent[-1] <= after["rumor/bytes_sent"]  # finish() averages once more
+    assert {row["rumor/H"] for row in each} == {3}
+
+
 def test_all_nodes_end_with_the_same_model(ranks: Ranks) -> None:
     assert all(torch.equal(rank["plain"]["end"], ranks[0]["plain"]["end"]) for rank in ranks)
 

@@ -10,7 +10,7 @@ import rumor
 def test_names() -> None:
     named = "ring grid torus exponential one_peer_exponential base_graph complete isolated"
     topologies = f"{named} from_networkx from_matrix from_matrices from_digraph"
-    methods = "parallel_sgd local_sgd gossip_sgd gossip_pga gossip_aga slowmo diloco osgp"
+    methods = "parallel_sgd local_sgd gossip_sgd gossip_pga gossip_aga slowmo diloco osgp method"
     others = "Averager Simulator Stacked ProcessGroup Never Periodic Adaptive LearningRate theory"
     wanted = f"{topologies} {methods} {others}".split()
     assert set(wanted) <= set(rumor.__all__)
@@ -26,11 +26,12 @@ def test_names() -> None:
         (rumor.parallel_sgd, "n=None bits=32"),
         (rumor.local_sgd, "n=None H=None bits=32"),
         (rumor.gossip_sgd, "topology delay=0 average_rounds=None bits=32"),
-        (rumor.gossip_pga, "topology H delay=0 average_rounds=None bits=32"),
+        (rumor.gossip_pga, "topology H=6 delay=0 average_rounds=None bits=32"),
         (rumor.gossip_aga, "topology warmup H_init=4 H_max=64 exponent=1.0 delay=0 average_rounds=None bits=32"),
         (rumor.slowmo, "topology H momentum=0.5 slow_lr=1.0 bits=32"),
         (rumor.diloco, "n=None H=None outer_lr=0.7 outer_momentum=0.9 topology=None bits=32"),
         (rumor.osgp, "topology delay=1"),
+        (rumor.method, "text"),
         (rumor.LearningRate, "H_min H_max power=1.0"),
         (rumor.cost.Workload, "parameters compute bytes_per_parameter=4.0 steps=10000"),
         (rumor.cost.Link, "bandwidth latency=0.0 coding=3e-09"),

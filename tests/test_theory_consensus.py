@@ -145,21 +145,78 @@ class Logistic:
 def test_runs_stay_below_the_lemmas_and_theorem_1(algorithm: rumor.GossipPGA) -> None:
     problem, T, trials = Logistic(12), 160, 24
     m = theory.mixing(algorithm)
-    lr = 1 / max(4 * problem.L, 12 * problem.L * m.beta * m.D)
+    lr = theory.theorem_1(m, L=problem.L, sigma2=0.0, b2=0.0, distance2=1.0).lr_max
     X = torch.zeros(trials, 12, problem.d, dtype=torch.float64)
-    A, B = [], []
+    A, B, distances = [], [], []
     for X in run(algorithm, X, T, lr, problem.sample):  # noqa: B020
         A.append(disagreement(X))
+        distances.append(float((X.mean(dim=-2) - problem.x_star).square().sum(dim=-1).mean()))
         B.append(float(problem.f(X.mean(dim=-2)).mean()) - problem.least)
     constants = {"lr": lr, "L": problem.L, "sigma2": problem.sigma2, "b2": problem.b2}
     for k in range(T):
         tau = 0 if math.isinf(m.H) else k - k % int(m.H)
-        bound = theory.unified_consensus_bound(m, A=A[tau : k + 1], B=B[tau : k + 1], **constants)
-        assert A[k + 1] <= bound, f"Lemma 4 at k = {k}"
+        for regime, lemma in ((None, 4), ("sparse", 2), ("dense", 3)):
+            bound = theory.unified_consensus_bound(m, A=A[tau : k + 1], B=B[tau : k + 1], regime=regime, **constants)
+            assert A[k + 1] <= bound, f"Lemma {lemma} at k = {k}"
+        bound = theory.descent_bound(12, lr=lr, L=problem.L, sigma2=problem.sigma2, value=distances[k], A=A[k], B=B[k])
+        assert distances[k + 1] <= bound, f"Lemma 1 at k = {k}"
     assert np.mean(A) <= theory.running_consensus_bound(m, mean_B=float(np.mean(B)), **constants), "Lemma 5"
     distance2 = float(problem.x_star.square().sum())
     theorem = theory.theorem_1(m, L=problem.L, sigma2=problem.sigma2, b2=problem.b2, distance2=distance2)
     assert np.mean(B) <= theorem.bound(T, lr), "Theorem 1"
+
+
+def test_a_run_without_convexity_stays_below_lemma_6() -> None:
+    """f_i(x) = sum of cos(x - a_i), which is smooth with L = 1, with noise, on the expected value over many trials."""
+    n, d, lr, sigma, trials, generator = 4, 3, 0.25, 0.5, 4_000, torch.Generator().manual_seed(0)
+    a = torch.randn(n, d, generator=generator, dtype=torch.float64)
+    X = torch.randn(1, 1, d, generator=generator, dtype=torch.float64).repeat(trials, n, 1)
+    values, A, B = [], [], []
+
+    def gradient(X: Tensor) -> Tensor:
+        return -torch.sin(X - a) + sigma / math.sqrt(d) * torch.randn(X.shape, generator=generator, dtype=X.dtype)
+
+    for X in run(rumor.gossip_pga(rumor.ring(n), 3), X, 20, lr, gradient):  # noqa: B020
+        mean = X.mean(dim=-2, keepdim=True)
+        values.append(float(torch.cos(mean - a).sum(dim=-1).mean()))
+        A.append(disagreement(X))
+        B.append(float(torch.sin(mean - a).mean(dim=-2).square().sum(dim=-1).mean()))
+    for k in range(20):
+        assert values[k + 1] <= theory.descent_bound(n, lr=lr, L=1.0, sigma2=sigma**2, value=values[k], A=A[k], B=B[k], convex=False)
+
+
+def test_lemma_6_is_near_where_noise_alone_moves_the_mean() -> None:
+    """f(x) = L/2 x^2 at its minimum, one step: the expected value is exactly gamma^2 L sigma^2 / (2 n)."""
+    n, lr, L, sigma2 = 5, 0.1, 2.0, 3.0
+    bound = theory.descent_bound(n, lr=lr, L=L, sigma2=sigma2, value=0.0, A=0.0, B=0.0, convex=False)
+    assert bound == pytest.approx(L / 2 * lr**2 * sigma2 / n)
+    assert theory.descent_bound(n, lr=lr, L=L, sigma2=sigma2, value=0.0, A=0.0, B=0.0) == pytest.approx(lr**2 * sigma2 / n)
+
+
+def test_lemmas_2_and_3_have_their_own_coefficients() -> None:
+    m = theory.static_mixing(10, 0.5, 3)  # C = 1.75, 1/(1 - beta) = 2, H = 3
+    constants = {"lr": 0.1, "L": 3.0, "sigma2": 5.0, "b2": 7.0}
+    step = 0.0025  # (beta gamma)^2
+    for regime, D in (("sparse", 3), ("dense", 2)):
+        found = theory.unified_consensus_bound(m, A=[0.0, 4.0], B=[6.0, 2.0], regime=regime, **constants)
+        expected = 6 * D * step * 9 * 4 + 12 * 10 * D * step * 3 * (0.5 * 6 + 2) + 2 * 10 * step * 1.75 * (3 * D * 7 + 5)
+        assert found == pytest.approx(expected), regime
+    constants["lr"] = 0.05
+    found = theory.running_consensus_bound(m, mean_B=8.0, regime="sparse", **constants)
+    c_2, c_3 = 12 * 10 * 3 * step / 4 * 3, 2 * 10 * step / 4 * 1.75 * (3 * 3 * 7 + 5)
+    assert found == pytest.approx(2 * c_2 * 3 * 8 + 2 * c_3)
+    with pytest.raises(ValueError, match='regime must be "sparse"'):
+        theory.unified_consensus_bound(m, A=[0.0], B=[0.0], regime="large", **constants)  # type: ignore[arg-type]
+
+
+def test_the_descent_lemmas_refuse_what_they_do_not_hold_for() -> None:
+    good = {"lr": 0.1, "L": 1.0, "sigma2": 1.0, "value": 1.0, "A": 1.0, "B": 1.0}
+    with pytest.raises(ValueError, match=r"lr <= 1/\(4 L\) = 0.25, got lr=0.3"):
+        theory.descent_bound(4, **{**good, "lr": 0.3})
+    with pytest.raises(ValueError, match=r"got lr=0\.1, L=1\.0, sigma2=-1"):
+        theory.descent_bound(4, **{**good, "sigma2": -1})
+    with pytest.raises(ValueError, match="number of nodes"):
+        theory.descent_bound(0, **good)
 
 
 @pytest.mark.parametrize(("sigma2", "b2", "within"), [(1.0, 0.0, 2.5), (0.0, 1.0, 8.5)], ids=["noise", "heterogeneity"])

@@ -69,6 +69,42 @@ def test_the_step_size_gives_the_rate(beta: float, b2: float, sigma2: float, T: 
     assert guarantee.bound(T) <= 3 * min(guarantee.bound(T, other) for other in others)  # as good as any, but for a factor
 
 
+@pytest.mark.parametrize("T", [1, 30, 1_000, 10**6, 10**12])
+@pytest.mark.parametrize("r_1", [0.0, 0.01, 3.0])
+@pytest.mark.parametrize("r_2", [0.0, 0.5, 200.0])
+def test_the_closed_bounds_hold_for_their_step_sizes(r_1: float, r_2: float, T: int) -> None:
+    """(58) with the step size is below (59), (60) or (61), and that is below (62)."""
+    problem = theory.Guarantee(r_0=2.0, r_1=r_1, r_2=r_2, lr_max=0.2)
+    assert problem.bound(T) <= problem.case_bound(T) * (1 + 1e-12)
+    assert problem.case_bound(T) <= problem.closed_bound(T) * (1 + 1e-12)
+
+
+def test_each_case_of_the_step_size_has_its_bound() -> None:
+    """(59), (60) and (61) by hand, for T + 1 = 1,000 iterations and r_0 = 1."""
+    cases = {"drift": (0.001, 1e3), "noise": (10.0, 1.0), "lr_max": (0.0001, 0.001)}
+    for limit, (r_1, r_2) in cases.items():
+        problem = theory.Guarantee(r_0=1.0, r_1=r_1, r_2=r_2, lr_max=0.05)
+        assert problem.limited_by(999) == limit
+        noise, drift = math.sqrt(r_1 / 1000), (r_2 * 1e-6) ** (1 / 3)
+        expected = {"drift": 2 * drift + noise, "noise": drift + 2 * noise, "lr_max": 20 / 1000 + noise + drift}[limit]
+        assert problem.case_bound(999) == pytest.approx(expected)
+        assert problem.closed_bound(999) == pytest.approx(20 / 1000 + 2 * noise + 2 * drift)
+
+
+def test_the_closed_bound_scales_as_the_rate() -> None:
+    """(62) without constants is (63): halving beta, or four times the nodes, changes each term by the same factor."""
+
+    def terms(n: int, beta: float, T: int) -> tuple[float, float]:
+        m = theory.static_mixing(n, beta, 4)
+        guarantee = theory.theorem_1(m, L=1.0, sigma2=1.0, b2=0.0, distance2=0.5)
+        return guarantee.closed_bound(T), theory.rate(m, T).total
+
+    for n, beta in ((4, 1.0), (64, 1.0), (16, 0.5)):
+        found, order = terms(n, beta, 10**5)
+        assert 1 < found / order < 30
+    assert terms(16, 0.0, 10**8)[0] / terms(64, 0.0, 10**8)[0] == pytest.approx(2, rel=1e-3)  # linear speed-up
+
+
 def test_the_smallest_of_four_limits_the_step_size() -> None:
     def lr(beta: float, sigma2: float, b2: float, T: int) -> float:
         return theory.theorem_1(theory.static_mixing(4, beta, 10), L=1.0, sigma2=sigma2, b2=b2, distance2=0.5).step_size(T)

@@ -20,6 +20,8 @@ SIDE, CHANNELS = 32, 3
 BORDER = 4  # pixels that a crop may be shifted by
 SAMPLE = 5_000  # images for the mean and standard deviation
 AT_ONCE = 2_000  # test images per batch
+TRAINED = 10_000  # training images on which accuracy is measured: as many as CIFAR-10 has test images
+TRIAL = 10  # one of this many training images is held out for trials
 
 
 class Data(Protocol):
@@ -39,6 +41,14 @@ class Data(Protocol):
 
     def test(self) -> Iterator[Batch]:
         """Yields all test images [B, H, W, C] and labels [B]."""
+        ...
+
+    def trained(self) -> Iterator[Batch]:
+        """Yields some training images [B, H, W, C], unchanged, and labels [B]. They are the same at each call."""
+        ...
+
+    def for_trials(self) -> Data:
+        """Returns the training images alone, with a tenth of them as test images. A rate chosen with them has not seen the test images."""
         ...
 
     def sample(self) -> Tensor:
@@ -112,8 +122,22 @@ class InMemory:
     def test(self) -> Iterator[Batch]:
         return zip(*(t.split(AT_ONCE) for t in self._on_device[2:]), strict=True)
 
+    def trained(self) -> Iterator[Batch]:
+        every = max(1, len(self.labels) // TRAINED)
+        return zip(*(t[::every].split(AT_ONCE) for t in self._on_device[:2]), strict=True)
+
+    def for_trials(self) -> InMemory:
+        kept = held_out(len(self.labels))
+        train, test = ((self._x[chosen], self.labels[chosen]) for chosen in (~kept, kept))
+        return InMemory(f"{self.name}, {len(test[1])} training images held out", self.device, train, test)
+
     def sample(self) -> Tensor:
         return self._on_device[0][:: max(1, len(self.labels) // SAMPLE)]
+
+
+def held_out(images: int) -> Tensor:
+    """Marks one of TRIAL training images, chosen at random once for all."""
+    return torch.randperm(images, generator=torch.Generator().manual_seed(0)) % TRIAL == 0
 
 
 def _from_records(records: NDArray[np.uint8]) -> tuple[Tensor, Tensor]:

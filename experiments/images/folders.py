@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from images.data import Batch
+from images.data import TRAINED, Batch, held_out
 
 SUFFIXES = {".jpeg", ".jpg", ".png", ".bmp", ".webp"}
 AREA, SHAPE = (0.08, 1.0), (3 / 4, 4 / 3)  # of a random crop: its share of the image, and its width over height
@@ -40,6 +41,18 @@ class OnDisk:
     def test(self) -> Iterator[Batch]:
         numbers = list(range(len(self._test)))
         return self._loaded(_Images(self._test, self._side, None), [numbers[at : at + AT_ONCE] for at in range(0, len(numbers), AT_ONCE)])
+
+    def trained(self) -> Iterator[Batch]:
+        numbers = list(range(0, len(self._train), max(1, len(self._train) // TRAINED)))
+        images = _Images(self._train, self._side, None)
+        return self._loaded(images, [numbers[at : at + AT_ONCE] for at in range(0, len(numbers), AT_ONCE)])
+
+    def for_trials(self) -> OnDisk:
+        kept, other = held_out(len(self._train)).tolist(), copy.copy(self)
+        other._train = [image for image, is_kept in zip(self._train, kept, strict=True) if not is_kept]
+        other._test = [image for image, is_kept in zip(self._train, kept, strict=True) if is_kept]
+        other.name, other.labels = f"{self.name}, {sum(kept)} training images held out", torch.tensor([label for _, label in other._train])
+        return other
 
     def sample(self) -> Tensor:
         images = _Images(self._train, self._side, None)

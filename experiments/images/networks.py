@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from images.convolution import convolution
-from images.resnet50 import resnet50
+from images.resnet50 import resnet50, start_as_identity
 
 WIDTHS = (64, 256, 256)
 PATCHES = 5_000  # images for the whitening of 2 x 2 patches in the first layer
@@ -153,6 +153,7 @@ class ResNet50(nn.Module):
 
     def start(self, images: Tensor) -> None:
         _draw_anew(self)
+        start_as_identity(self)
 
 
 def _draw_anew(network: nn.Module) -> None:

@@ -25,6 +25,13 @@ class Bottleneck(nn.Module):
         return nn.functional.relu(self.path(x) + self.short(x))
 
 
+def start_as_identity(network: nn.Module) -> None:
+    """Sets the scale of each block's last BatchNorm to zero, so that each block begins as its shortcut (Goyal et al., 2017)."""
+    for block in network.modules():
+        if isinstance(block, Bottleneck):
+            nn.init.zeros_(block.path[-1][1].weight)  # type: ignore[index,union-attr]
+
+
 def resnet50(classes: int = 1000) -> nn.Module:
     layers: list[nn.Module] = [convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     inputs = 64
@@ -32,4 +39,6 @@ def resnet50(classes: int = 1000) -> nn.Module:
         for block in range(blocks):
             layers.append(Bottleneck(inputs, width, 2 if stage and not block else 1))
             inputs = EXPANSION * width
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+    network = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+    start_as_identity(network)
+    return network

@@ -3,8 +3,38 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from networks import trials
 from networks.runs import QUICK, Run, Table, changed
+from networks.store import Settings
+
+IMAGES = 256  # a recipe's lr is for this many images per step; it grows with the total batch of all nodes (linear scaling)
+
+
+class Recipe(NamedTuple):
+    """The settings of a run that are not in its table. An option of the command that is given replaces its value."""
+
+    lr: float  # the highest learning rate, for 256 images per step
+    weight_decay: float = 5e-4
+    label_smoothing: float = 0.2
+    epochs: int = 40
+    batch: int = 32  # images per node and step
+    like: int | None = None  # take the learning rate and the steps of this many nodes with 32 images each
+    is_tuned: bool = False  # whether the learning rate is Parallel SGD's best of the trials, if there are any
+
+
+USUAL = Recipe(0.5)  # the learning rate was tuned once, for Parallel SGD with 32 nodes x 32 images
+RECIPES = {
+    "": USUAL,
+    "120 epochs": USUAL._replace(epochs=120, is_tuned=True),
+    "no smoothing": USUAL._replace(label_smoothing=0.0, epochs=120, is_tuned=True),
+    "no momentum": USUAL._replace(is_tuned=True),
+    "as 32 nodes": USUAL._replace(batch=20, like=32),  # 50 x 20 images are nearest to 32 x 32 from below
+}
+SHORT: dict[str, Any] = {"lr": 4.0, "epochs": 2}  # for --quick, which has smaller batches and shorter runs
+RESNET: dict[str, Any] = {"lr": 0.1, "weight_decay": 1e-4, "label_smoothing": 0.0}  # the paper's protocol (Goyal et al.)
 
 PARALLEL = Run("Parallel SGD", "complete")
 LOCAL = Run("Local SGD", "isolated", 6)
@@ -12,15 +42,18 @@ GOSSIP, OSGP = Run("Gossip SGD"), Run("OSGP")
 PGA, AGA, SLOWMO = Run("Gossip-PGA", H=6), Run("Gossip-AGA", H=4), Run("SlowMo", H=6)
 ONCE = (PARALLEL, LOCAL, GOSSIP, OSGP, PGA, AGA)
 GOSSIP_X2 = replace(GOSSIP, stretch=2)
+TABLE_7 = (PARALLEL, PGA, GOSSIP, AGA, LOCAL, OSGP, GOSSIP_X2, replace(OSGP, stretch=2), replace(LOCAL, stretch=3))
+RING = (PARALLEL, *changed((GOSSIP, PGA), topology="ring"))
+TABLE_1 = (PARALLEL, GOSSIP, GOSSIP_X2, *changed((GOSSIP, GOSSIP_X2), topology="ring"))
 
 TABLES = {
     "7": Table((*ONCE, GOSSIP_X2, replace(OSGP, stretch=2), replace(LOCAL, stretch=3)), seeds=5),
-    "9": Table((PARALLEL, *changed((GOSSIP, PGA), topology="ring")), seeds=5),
+    "9": Table(RING, seeds=5),
     "7 at n = 50": Table(changed(ONCE, nodes=50), seeds=5),
-    "15": Table((PARALLEL, GOSSIP, *(replace(PGA, H=H) for H in (3, 6, 12, 24, 48)))),
-    "8": Table((PARALLEL, *(replace(run, H=H) for H in (6, 48) for run in (PGA, SLOWMO)))),
-    "10": Table(tuple(run for n in (4, 8, 16, 32) for run in changed((PARALLEL, GOSSIP, PGA), nodes=n))),
-    "16": Table(changed((PARALLEL, GOSSIP, PGA), momentum=0.0)),
+    "15": Table((PARALLEL, GOSSIP, *(replace(PGA, H=H) for H in (3, 6, 12, 24, 48))), seeds=5),
+    "8": Table((PARALLEL, *(replace(run, H=H) for H in (6, 48) for run in (PGA, SLOWMO))), seeds=5),
+    "10": Table(tuple(run for n in (4, 8, 16, 32) for run in changed((PARALLEL, GOSSIP, PGA), nodes=n)), seeds=5),
+    "16": Table(changed((PARALLEL, GOSSIP, PGA), momentum=0.0), seeds=5),
     "labels": Table(
         tuple(run for alpha in (0.3, 0.1) for run in changed((PARALLEL, LOCAL, GOSSIP, PGA, AGA), split=f"dirichlet({alpha})"))
     ),
@@ -33,6 +66,32 @@ TABLES = {
         ),
         seeds=5,
     ),
-    "1": Table((PARALLEL, GOSSIP, GOSSIP_X2, *changed((GOSSIP, GOSSIP_X2), topology="ring")), seeds=5),
+    "1": Table(TABLE_1, seeds=5),
+    "7 at 120 epochs": Table(changed(TABLE_7, recipe="120 epochs"), seeds=5),
+    "9 at 120 epochs": Table(changed(RING, recipe="120 epochs"), seeds=5),
+    "1 at 120 epochs": Table(changed(TABLE_1, recipe="120 epochs"), seeds=5),
+    "7 without smoothing": Table(changed((PARALLEL, PGA, AGA), recipe="no smoothing"), seeds=5),
+    "16 tuned": Table(changed((PARALLEL, GOSSIP, PGA), momentum=0.0, recipe="no momentum"), seeds=5),
+    "7 at n = 50 as 32": Table(changed(ONCE, nodes=50, recipe="as 32 nodes"), seeds=5),
     QUICK: Table(changed((PARALLEL, LOCAL, *changed((GOSSIP, PGA, AGA), topology="ring")), nodes=8), seeds=1),
 }
+
+
+def settings_of(run: Run, recipe: Recipe, data: str, images: int, net: str, results: Path) -> Settings:
+    """The settings of a run. The learning rate may come from the trials of Parallel SGD with the same momentum and label smoothing."""
+    lr, together = recipe.lr, USUAL.batch * recipe.like if recipe.like else recipe.batch * run.nodes
+    if recipe.is_tuned:
+        wanted = {"method": PARALLEL.method, "momentum": run.momentum, "smoothing": recipe.label_smoothing, "net": net}
+        tried = trials.best(results, **wanted)
+        lr = lr if tried is None else float(tried["lr"]) * IMAGES / (int(tried["nodes"]) * int(tried["batch"]))
+    once = Settings(
+        data=data,
+        net=net,
+        epochs=recipe.epochs,
+        steps=recipe.epochs * (images // together),
+        batch=recipe.batch,
+        lr=lr * together / IMAGES,
+        weight_decay=recipe.weight_decay,
+        smoothing=recipe.label_smoothing,
+    )
+    return once.stretched(run.stretch)

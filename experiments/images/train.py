@@ -9,16 +9,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from images.data import Data, Scale
+from images.data import Batch, Data, Scale
 from images.split import Split
+from images.study import USUAL
 from networks.engines import Trainer, all_of_ranks, mean_over_ranks, step_bar
 from networks.runs import Run
-from networks.store import Settings
+from networks.store import Point, Settings
 
 WARM_UP = 0.04  # share of all steps, as in the paper
 DECAYS = (0.25, 0.5, 0.75)  # shares of the run after which the learning rate falls to a tenth
-SMOOTHING = 0.2  # label smoothing; this and the weight decay are for the small network
-WEIGHT_DECAY = 5e-4
 
 
 def lr_at(step: int, steps: int, peak: float) -> float:
@@ -33,13 +32,13 @@ def lr_at(step: int, steps: int, peak: float) -> float:
     return float(peak * 0.1 ** sum(done >= decay for decay in DECAYS))
 
 
-def loss_of(model: nn.Module, x: Tensor, y: Tensor, smoothing: float = SMOOTHING) -> Tensor:
+def loss_of(model: nn.Module, x: Tensor, y: Tensor, smoothing: float = USUAL.label_smoothing) -> Tensor:
     """The loss of one node's batch."""
     return nn.functional.cross_entropy(model(x).float(), y, label_smoothing=smoothing)
 
 
 def optimizer(
-    named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: Tensor, *, momentum: float, weight_decay: float = WEIGHT_DECAY
+    named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: Tensor, *, momentum: float, weight_decay: float = USUAL.weight_decay
 ) -> torch.optim.SGD:
     """Builds SGD without weight decay on norms and biases, which have a single dimension in the model of one node."""
     dims = {name: p.dim() for name, p in of_one.named_parameters()}
@@ -53,9 +52,9 @@ def optimizer(
 
 @dataclass
 class Trained:
-    """A finished run. `curve` holds the mean training loss and the accuracy of the mean model after each epoch."""
+    """A finished run, with an evaluation after each epoch."""
 
-    curve: list[tuple[float, float]]
+    curve: list[Point]
     nodes: list[float]  # accuracy of each node at the end
     global_share: float
     seconds: float  # including evaluations
@@ -65,28 +64,32 @@ def train(trainer: Trainer, run: Run, data: Data, scale: Scale, split: Split, se
     """Trains a whole run from the current model."""
     steps = settings.steps
     trainer.start(run.algorithm(steps))
-    k, curve, began = 0, [], time.perf_counter()
+    curve: list[Point] = []
+    k, rounds, began = 0, 0, time.perf_counter()
     with step_bar(steps) as bar:
         for epoch in range(settings.epochs):
             random = torch.Generator().manual_seed(1_000_003 * run.seed + epoch)  # the same order for all engines and ranks
+            order = split.epoch(settings.batch, random)[: steps // settings.epochs]
             losses = []
-            for x, y in data.take(split.epoch(settings.batch, random), trainer.nodes, random.initial_seed()):
+            for x, y in data.take(order, trainer.nodes, random.initial_seed()):
                 losses.append(trainer.step((scale(x), y), lr_at(k, steps, settings.lr)).mean())
                 k += 1
                 bar.update()
-            curve.append((mean_over_ranks(torch.stack(losses).mean()), accuracy(trainer.mean_model(), data, scale)))
-            bar.set_postfix(loss=f"{curve[-1][0]:.3f}", accuracy=f"{curve[-1][1]:.2%}")
+            mean, share, rounds = trainer.mean_model(), (trainer.global_rounds() - rounds) / len(losses), trainer.global_rounds()
+            accuracies = [accuracy(mean, images, scale) for images in (data.test(), data.trained())]
+            curve.append(Point(mean_over_ranks(torch.stack(losses).mean()), *accuracies, share))
+            bar.set_postfix(loss=f"{curve[-1].loss:.3f}", accuracy=f"{curve[-1].value:.2%}")
     seconds = time.perf_counter() - began
-    nodes = [accuracy(model, data, scale) for model in trainer.node_models()]
+    nodes = [accuracy(model, data.test(), scale) for model in trainer.node_models()]
     return Trained(curve, all_of_ranks(nodes), trainer.global_rounds() / steps, seconds)
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, data: Data, scale: Scale) -> float:
-    """The accuracy on the test images."""
+def accuracy(model: nn.Module, images: Iterator[Batch], scale: Scale) -> float:
+    """The accuracy on these images."""
     was_training, correct, count = model.training, 0, 0
     model.eval()
-    for x, y in data.test():
+    for x, y in images:
         correct += int((model(scale(x)).argmax(1) == y).sum())
         count += len(y)
     model.train(was_training)

@@ -11,13 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 from logistic.tables import Row, as_text
+from networks import trials
 from networks.engines import as_first_says
 from networks.runs import QUICK, Run, Tables
 from networks.store import Finished, Settings, Store
@@ -71,6 +72,13 @@ def add_options(parser: argparse.ArgumentParser, tables: Tables, results: Path) 
     """Adds the options that both studies have."""
     parser.add_argument("--table", nargs="+", choices=list(tables), help="tables of the paper, or ours; all if none is given")
     parser.add_argument("--method", nargs="+", metavar="NAME", help='methods of the tables, such as "Local SGD x3"; all if none is given')
+    parser.add_argument(
+        "--tune",
+        nargs="+",
+        type=above_zero,
+        metavar="LR",
+        help="try these learning rates on examples held out from training, not the test set, with one seed unless --seeds is given",
+    )
     parser.add_argument("--seeds", type=at_least_one, help="number of seeds; as many as each table needs if not given")
     parser.add_argument(
         "--engine",
@@ -92,9 +100,12 @@ def add_options(parser: argparse.ArgumentParser, tables: Tables, results: Path) 
 
 def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, tables: Tables, results: Path) -> None:
     """Fills in the defaults that depend on other options, and reports wrong options."""
-    options.seeds = options.seeds or (1 if options.quick else None)
+    options.began = time.monotonic()
+    options.seeds = options.seeds or (1 if options.quick or options.tune else None)
     options.table = options.table or ([QUICK] if options.quick else [name for name in tables if name != QUICK])
     options.out = options.out or (Path(f"{results.stem}-quick.csv") if options.quick else results)
+    if options.tune and options.lr is not None:
+        parser.error(f"--tune tries its own learning rates: leave out --lr {options.lr:g}")
     names = list(dict.fromkeys(run.name for name in options.table for run in tables[name].runs))
     if unknown := [name for name in options.method or () if name not in names]:
         parser.error(f"--method {', '.join(unknown)}: not in table {', '.join(options.table)}, which has {', '.join(names)}")
@@ -152,26 +163,41 @@ class Runner(Protocol):
 
     def __call__(self, run: Run) -> Finished: ...
     def settings(self, run: Run) -> Settings: ...
-    def trainer_key(self, run: Run) -> tuple[int, float]: ...  # runs with the same key share a trainer and its compiled code
+    def trainer_key(self, run: Run) -> tuple[object, ...]: ...  # runs with the same key share a trainer and its compiled code
+
+
+RecipeT = TypeVar("RecipeT", bound=tuple[Any, ...])
+
+
+def changed_by(options: argparse.Namespace, recipe: RecipeT) -> RecipeT:
+    """Replaces what an option of the same name gives."""
+    given = {name: getattr(options, name, None) for name in recipe._fields}  # type: ignore[attr-defined]
+    return recipe._replace(**{name: value for name, value in given.items() if value is not None})  # type: ignore[attr-defined,no-any-return]
 
 
 def run_missing(options: argparse.Namespace, tables: Tables, run_one: Runner, is_first: bool) -> None:
-    """Trains all runs of the tables that are not in the results file yet. Runs that share a trainer come together, seed by seed.
+    """Trains all runs of the tables that are not in the results file yet. With --tune, once with each learning rate, into the trials."""
+    for lr in options.tune or [options.lr]:
+        options.lr = lr
+        _run_missing(options, tables, run_one, is_first)
+
+
+def _run_missing(options: argparse.Namespace, tables: Tables, run_one: Runner, is_first: bool) -> None:
+    """Trains all runs that are not in the file yet. Runs that share a trainer come together, seed by seed.
 
     The first rank decides for all ranks which runs are missing and when to stop. Otherwise ranks with different files or clocks would
     wait for each other forever.
     """
     wanted = _wanted(options, tables)
     with refusing():
-        _check_size(wanted, options.batch, run_one.examples)
-        store = Store(options.out, tables, run_one.settings)
+        _check_size(wanted, run_one)
+        store = Store(trials.file_of(options.out) if options.tune else options.out, tables, run_one.settings)
     missing = [run for run in wanted if store.find(run) is None]
-    missing = as_first_says(sorted(missing, key=lambda run: (run_one.trainer_key(run), run.seed)))
-    began = time.monotonic()
+    missing = as_first_says(_grouped(missing, run_one))
     bars = tqdm(total=len(wanted), initial=len(wanted) - len(missing), unit=" runs", disable=not is_first)
-    with stoppable(options.out), bars as bar:
+    with stoppable(store.path), bars as bar:
         for run in missing:
-            if as_first_says(options.minutes is not None and time.monotonic() - began > 60 * options.minutes):
+            if as_first_says(options.minutes is not None and time.monotonic() - options.began > 60 * options.minutes):
                 break
             bar.set_description(f"{run.name}, {run.topology}, {run.nodes} nodes, seed {run.seed}")
             finished = run_one(run)
@@ -180,14 +206,21 @@ def run_missing(options: argparse.Namespace, tables: Tables, run_one: Runner, is
             bar.update()
     rows = [_shown(run, row) for run in wanted if (row := store.find(run)) is not None]
     if is_first and rows:
-        print(f"data: {run_one.settings(wanted[0]).data}\n{as_text(_telling_apart(rows))}")
+        rate = f", learning rate {options.lr:g}" if options.tune else ""
+        print(f"data: {run_one.settings(wanted[0]).data}{rate}\n{as_text(_telling_apart(rows))}")
 
 
-def _check_size(wanted: list[Run], batch: int, examples: int) -> None:
-    nodes = max(run.nodes for run in wanted)
-    if nodes * batch > examples:
+def _grouped(runs: list[Run], run_one: Runner) -> list[Run]:
+    """Puts runs that share a trainer together, seed by seed, in the order in which the tables first need the trainers."""
+    first = {key: place for place, key in reversed(list(enumerate(map(run_one.trainer_key, runs))))}
+    return sorted(runs, key=lambda run: (first[run_one.trainer_key(run)], run.seed))
+
+
+def _check_size(wanted: list[Run], run_one: Runner) -> None:
+    nodes, batch = max(((run.nodes, run_one.settings(run).batch) for run in wanted), key=math.prod)
+    if nodes * batch > run_one.examples:
         raise ValueError(
-            f"{nodes} nodes x --batch {batch} are more than the {examples} training examples: use fewer nodes or a smaller --batch"
+            f"{nodes} nodes x --batch {batch} are more than the {run_one.examples} training examples: use fewer nodes or a smaller --batch"
         )
 
 
@@ -195,6 +228,8 @@ def _wanted(options: argparse.Namespace, tables: Tables) -> list[Run]:
     runs = [run for name in options.table for run in tables[name].all_runs(options.seeds)]
     if options.method:
         runs = [run for run in runs if run.name in options.method]
+    if options.tune:  # a stretched run has the learning rate of the plain one
+        runs = [run for run in runs if run.stretch == 1]
     nodes = dist.get_world_size() if dist.is_initialized() else options.nodes
     return list(dict.fromkeys(run if nodes is None else replace(run, nodes=nodes) for run in runs))
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from networks.runs import Run, Table
-from networks.store import Store
+from networks.store import Point, Store
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Seeds:
     hours: float
     seconds: float  # on the device, for all seeds together
     is_accuracy: bool
-    curves: tuple[tuple[tuple[float, float], ...], ...]  # for each seed, for each epoch: training loss, value
+    curves: tuple[tuple[Point, ...], ...]  # for each seed, for each epoch
 
     @property
     def mean(self) -> float:
@@ -36,7 +36,7 @@ class Seeds:
 
     def in_training(self) -> Seeds:
         """The same with the training loss of the last epoch as values."""
-        return replace(self, values=tuple(curve[-1][0] for curve in self.curves), is_accuracy=False)
+        return replace(self, values=tuple(curve[-1].loss for curve in self.curves), is_accuracy=False)
 
 
 def of_table(table: Table, store: Store) -> list[Seeds]:
@@ -50,7 +50,7 @@ def of_table(table: Table, store: Store) -> list[Seeds]:
 
 
 def _seeded(table: Table, run: Run) -> list[Run]:
-    return [replace(run, seed=seed) for seed in range(table.seeds)]
+    return [replace(run, seed=seed) for seed in range(table.seeds_of(run))]
 
 
 def _together(run: Run, rows: list[tuple[int, dict[str, str]]], store: Store) -> Seeds:
@@ -86,6 +86,18 @@ def difference(ours: Seeds, theirs: Seeds) -> float:
     return statistics.mean(first) - statistics.mean(second)
 
 
+def interval(ours: Seeds, theirs: Seeds, confidence: float = 0.95) -> tuple[float, float] | None:
+    """Return the interval of the mean difference over the seeds that both have (Student's t on pairs), or None with fewer than three."""
+    from scipy.stats import t
+
+    differences = [a - b for a, b in zip(*_pairs(ours, theirs), strict=True)]
+    if len(differences) < 3 or ours.run == theirs.run:
+        return None
+    mean, error = statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
+    away = float(t.ppf((1 + confidence) / 2, len(differences) - 1)) * error
+    return mean - away, mean + away
+
+
 def p_value(ours: Seeds, theirs: Seeds) -> float | None:
     """Return p of a paired t-test over the seeds that both have, or None with fewer than three."""
     from scipy.stats import ttest_rel
@@ -98,13 +110,13 @@ def p_value(ours: Seeds, theirs: Seeds) -> float | None:
     return float(ttest_rel(*pairs).pvalue)
 
 
-def first_epoch(curve: Sequence[tuple[float, float]], target: float) -> float:
+def first_epoch(curve: Sequence[Point], target: float) -> float:
     """Return the first epoch that ends at the target accuracy or above, or infinity.
 
-    >>> first_epoch([(2.0, 0.5), (1.0, 0.8), (0.9, 0.9)], 0.8), first_epoch([(2.0, 0.5)], 0.8)
+    >>> first_epoch([Point(2.0, 0.5), Point(1.0, 0.8), Point(0.9, 0.9)], 0.8), first_epoch([Point(2.0, 0.5)], 0.8)
     (2.0, inf)
     """
-    return next((float(epoch) for epoch, (_, accuracy) in enumerate(curve, 1) if accuracy >= target), math.inf)
+    return next((float(epoch) for epoch, point in enumerate(curve, 1) if point.value >= target), math.inf)
 
 
 def epochs_to(target: float, seeds: Seeds) -> tuple[float, int]:

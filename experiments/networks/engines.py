@@ -32,6 +32,7 @@ class Trainer(Protocol):
     def mean_model(self) -> nn.Module: ...
     def node_models(self) -> Iterator[nn.Module]: ...
     def global_rounds(self) -> int: ...
+    def consensus_distance(self) -> float: ...  # 1/n sum_i ||x_i - x_bar||^2
 
 
 def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -102,6 +103,9 @@ class Simulated:
     def global_rounds(self) -> int:
         return self.sim.metrics.rounds["global"]
 
+    def consensus_distance(self) -> float:
+        return self.sim.consensus_distance()
+
 
 class OneOfMany:
     """The node of this rank, started by torchrun."""
@@ -136,6 +140,9 @@ class OneOfMany:
 
     def global_rounds(self) -> int:
         return self._averager.metrics.rounds["global"]
+
+    def consensus_distance(self) -> float:
+        return self._averager.consensus_distance()
 
 
 class TrainerCache:

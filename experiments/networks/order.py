@@ -1,4 +1,4 @@
-"""Compare our order of methods with the paper's: its difference for each pair of runs, and ours with a paired test."""
+"""Compare our order of methods with the paper's: its difference for each pair of runs, and ours with an interval of 95 %."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from networks.runs import Run, Table
 from networks.store import Store
 
 MOST_SEEDS = 5
-SIGNIFICANT = 0.05
 LONG_ENOUGH = 6_000  # steps of Table 11's runs: in shorter runs, the order only shows which methods have left BERT's first plateau
 ALIKE = {True: 0.1, False: 0.02}  # differences of the paper up to this count as none: points of accuracy (True), or loss (False)
-LARGE = 3  # our difference counts as none only up to so many times ALIKE, even if it may be chance
+LARGE = 5  # an interval with differences of more than so many times ALIKE does not show that there is none
+COMPARABLE = 2  # two differences are of comparable size if neither is more than so many times the other
 
 
 class Pair(NamedTuple):
@@ -36,68 +36,116 @@ def _with(H: int) -> Run:
     return replace(images.PGA, H=H)
 
 
-_I, _8 = images, {name: replace(getattr(words, name), nodes=8) for name in ("PARALLEL", "LOCAL", "GOSSIP", "PGA", "AGA")}
+_I = images
+
+
+def _of_7_1_9(suffix: str, recipe: str) -> tuple[Pair, ...]:
+    """The pairs of Tables 7, 1 and 9 at one length."""
+    parallel, pga, aga, gossip, osgp, local = (
+        replace(run, recipe=recipe) for run in (_I.PARALLEL, _I.PGA, _I.AGA, _I.GOSSIP, _I.OSGP, _I.LOCAL)
+    )
+    seven, one, nine = (number + suffix for number in "719")
+    return (
+        *(Pair(seven, first, parallel) for first in (pga, aga, gossip, osgp, local)),
+        *(Pair(seven, replace(first, stretch=k), parallel) for first, k in ((gossip, 2), (osgp, 2), (local, 3))),
+        *(Pair(seven, *both) for both in ((pga, gossip), (pga, local), (pga, aga), (gossip, osgp), (gossip, local))),
+        Pair(one, _ring(gossip), gossip),
+        *(Pair(nine, _ring(pga), second) for second in (_ring(gossip), parallel)),
+    )
+
+
+def _of_16(table: str, recipe: str) -> tuple[Pair, ...]:
+    pga, gossip, parallel = (replace(run, momentum=0.0, recipe=recipe) for run in (_I.PGA, _I.GOSSIP, _I.PARALLEL))
+    return tuple(Pair(table, pga, second) for second in (gossip, parallel))
+
+
 OF_IMAGES = (
-    *(Pair("7", first, _I.PARALLEL) for first in (_I.PGA, _I.AGA, _I.GOSSIP, _I.OSGP, _I.LOCAL)),
-    *(Pair("7", replace(first, stretch=k), _I.PARALLEL) for first, k in ((_I.GOSSIP, 2), (_I.OSGP, 2), (_I.LOCAL, 3))),
-    *(Pair("7", _I.PGA, second) for second in (_I.GOSSIP, _I.LOCAL)),
-    *(Pair("7", *both) for both in ((_I.PGA, _I.AGA), (_I.GOSSIP, _I.OSGP), (_I.GOSSIP, _I.LOCAL))),
-    Pair("1", _ring(_I.GOSSIP), _I.GOSSIP),
-    *(Pair("9", _ring(_I.PGA), second) for second in (_ring(_I.GOSSIP), _I.PARALLEL)),
+    *_of_7_1_9(" at 120 epochs", "120 epochs"),
+    *(
+        Pair("7 without smoothing", replace(first, recipe="no smoothing"), replace(_I.PARALLEL, recipe="no smoothing"))
+        for first in (_I.PGA, _I.AGA)
+    ),
+    *_of_7_1_9("", ""),
     *(Pair("8", _with(H), replace(_I.SLOWMO, H=H)) for H in (6, 48)),
     *(Pair("15", _with(6), _with(H)) for H in (3, 12, 24, 48)),
     *(Pair("10", replace(first, nodes=n), replace(_I.PARALLEL, nodes=n)) for n in (4, 8, 16) for first in (_I.GOSSIP, _I.PGA)),
-    *(Pair("16", replace(_I.PGA, momentum=0.0), replace(second, momentum=0.0)) for second in (_I.GOSSIP, _I.PARALLEL)),
+    *_of_16("16", ""),
+    *_of_16("16 tuned", "no momentum"),
     *(
         Pair("labels", *(replace(run, split=f"dirichlet({alpha})") for run in both))
         for alpha in (0.3, 0.1)
         for both in (*((first, _I.GOSSIP) for first in (_I.PGA, _I.AGA)), *((_I.PGA, second) for second in (_I.LOCAL, _I.PARALLEL)))
     ),
 )
-OF_TEXT = (
-    *(Pair("11", _8[name], _8["PARALLEL"]) for name in ("PGA", "AGA", "GOSSIP", "LOCAL")),
-    *(Pair("11", replace(_8[name], stretch=k), _8["PARALLEL"]) for name, k in (("GOSSIP", 2), ("LOCAL", 3))),
-    *(Pair("11", _8["PGA"], _8[name]) for name in ("GOSSIP", "LOCAL")),
-)
+
+
+def _of_text(table: str, recipe: str) -> tuple[Pair, ...]:
+    of = {name: replace(getattr(words, name), nodes=8, recipe=recipe) for name in ("PARALLEL", "LOCAL", "GOSSIP", "PGA", "AGA")}
+    return (
+        *(Pair(table, of[name], of["PARALLEL"]) for name in ("PGA", "AGA", "GOSSIP", "LOCAL")),
+        *(Pair(table, replace(of[name], stretch=k), of["PARALLEL"]) for name, k in (("GOSSIP", 2), ("LOCAL", 3))),
+        *(Pair(table, of["PGA"], of[name]) for name in ("GOSSIP", "LOCAL")),
+    )
+
+
+OF_TEXT = _of_text("11", "") + _of_text("11 earlier", "earlier")
 
 
 def order_table(pairs: tuple[Pair, ...], store: Store, least_steps: int = 0) -> list[tables.Row]:
-    """A row for each pair whose runs both have at least three seeds and `least_steps` steps."""
-    rows: list[tables.Row] = []
+    """A row for each pair whose runs both have at least three seeds and `least_steps` steps.
+
+    A tuned table without trials has the runs of the plain one, which are compared once.
+    """
+    rows: dict[object, tables.Row] = {}
     for pair in pairs:
-        found = compare.of_table(Table(pair[1:], MOST_SEEDS), store)
-        p = compare.p_value(*found) if len(found) == 2 else None
-        if p is not None and min(seeds.steps for seeds in found) >= least_steps:
-            rows.append(_row(pair, compare.difference(*found), p, is_accuracy=found[0].is_accuracy))
-    return rows
+        found, keys = compare.of_table(Table(pair[1:], MOST_SEEDS), store), tuple(map(store.key, pair[1:]))
+        interval = compare.interval(*found) if len(found) == 2 else None
+        if interval is not None and min(seeds.steps for seeds in found) >= least_steps and keys not in rows:
+            rows[keys] = _row(pair, compare.difference(*found), interval, is_accuracy=found[0].is_accuracy)
+    return list(rows.values())
 
 
-def _row(pair: Pair, ours: float, p: float, is_accuracy: bool) -> tables.Row:
+def _row(pair: Pair, ours: float, interval: tuple[float, float], is_accuracy: bool) -> tables.Row:
     theirs = [reported(pair.table, run) for run in pair[1:]]
     paper = round(theirs[0].value - theirs[1].value, 2) if theirs[0] and theirs[1] else None
-    digits, ours = (2, 100 * ours) if is_accuracy else (3, ours)
+    digits, times = (2, 100) if is_accuracy else (3, 1)
+    low, high = (times * end for end in interval)
     return {
         "table": pair.table,
         "compared": " - ".join(_described(run, pair) for run in pair[1:]),
         "paper": "-" if paper is None else f"{paper:+.2f}",
-        "ours": f"{ours:+.{digits}f}",
-        "p": "< 0.001" if p < 0.001 else f"{p:.3f}",
-        "verdict": "-" if paper is None else verdict(paper, ours, p, ALIKE[is_accuracy]),
+        "ours": f"{times * ours:+.{digits}f}",
+        "95 % interval": f"{low:+.{digits}f} to {high:+.{digits}f}",
+        "verdict": "-" if paper is None else verdict(paper, times * ours, (low, high), ALIKE[is_accuracy]),
     }
 
 
-def verdict(paper: float, ours: float, p: float, alike: float) -> str:
+def verdict(paper: float, ours: float, interval: tuple[float, float], alike: float) -> str:
     """Say whether our difference agrees with the paper's.
 
-    >>> verdict(0.9, 0.3, 0.01, alike=0.1), verdict(0.9, 0.3, 0.2, alike=0.1), verdict(0.9, -0.3, 0.01, alike=0.1)
-    ('agrees', 'not shown', 'differs')
-    >>> verdict(0.02, 0.2, 0.2, alike=0.1), verdict(0.02, 0.5, 0.2, alike=0.1), verdict(0.02, -0.2, 0.01, alike=0.1)
-    ('no difference seen', 'not shown', 'differs')
+    It agrees if the paper's lies in our interval. A wide interval says little: it holds 0 although the paper has a difference, or large
+    differences although the paper has none.
+
+    >>> verdict(0.9, 0.8, (0.5, 1.1), alike=0.1), verdict(0.9, 0.8, (-0.5, 2.1), alike=0.1)
+    ('agrees', 'agrees, wide interval')
+    >>> verdict(0.02, 0.1, (-0.1, 0.3), alike=0.1), verdict(0.02, 0.1, (-0.5, 0.7), alike=0.1)
+    ('agrees', 'agrees, wide interval')
+
+    Outside of the interval, it agrees if both have the same sign and a comparable size, and the interval does not hold 0.
+
+    >>> verdict(0.9, 0.6, (0.5, 0.7), alike=0.1), verdict(0.9, 0.3, (0.2, 0.4), alike=0.1), verdict(-0.29, -2.05, (-2.4, -1.7), alike=0.1)
+    ('agrees', 'differs in size', 'differs in size')
+    >>> verdict(0.9, -0.3, (-0.4, -0.2), alike=0.1), verdict(-0.35, 0.01, (-0.03, 0.05), alike=0.02)
+    ('differs', 'differs')
     """
-    same = abs(paper) <= alike  # in the paper
-    if p >= SIGNIFICANT:
-        return "no difference seen" if same and abs(ours) <= LARGE * alike else "not shown"
-    return "agrees" if not same and (paper > 0) == (ours > 0) else "differs"
+    low, high = interval
+    has_zero, is_none = low <= 0 <= high, abs(paper) <= alike  # whether the paper has no difference to speak of
+    if low <= paper <= high:
+        is_wide = max(-low, high) > LARGE * alike if is_none else has_zero
+        return "agrees, wide interval" if is_wide else "agrees"
+    if has_zero or is_none or (paper > 0) != (ours > 0):
+        return "differs"
+    return "agrees" if 1 / COMPARABLE <= ours / paper <= COMPARABLE else "differs in size"
 
 
 def _described(run: Run, pair: Pair) -> str:

@@ -45,17 +45,20 @@ TABLE_11 = {
 }
 
 
+PAPERS = {"1", "7", "8", "9", "15", "7 without smoothing", *(f"{number} at 120 epochs" for number in "179")}  # for the last rules below
+
+
 def reported(table: str, run: Run) -> Reported | None:
     """The paper's result for this run in that table, or None."""
     if table == "10":
         return BY_NODES[run.method].get(run.nodes)
-    if table == "16":
+    if table in ("16", "16 tuned"):
         return PLAIN_SGD.get(run.name)
-    if table == "11":
+    if table in ("11", "11 earlier"):
         return TABLE_11.get(run.name)
-    if table in ("7 at n = 50", "labels"):
+    if table not in PAPERS:
         return None
-    if table == "1" and run.name == "Gossip SGD x2" and run.topology != "ring":
+    if table in ("1", "1 at 120 epochs") and run.name == "Gossip SGD x2" and run.topology != "ring":
         return EXPONENTIAL_X2
     if run.method == "SlowMo":
         return SLOWMO.get(run.H or 0)

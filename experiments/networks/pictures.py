@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,27 @@ def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, pat
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
     figure.suptitle(title, fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        figure.savefig(aside, dpi=130)
+    pyplot.close(figure)
+
+
+def draw_periods(found: Mapping[str, Seeds], title: str, path: Path) -> None:
+    """Draw the period H of each run over its iterations, by name: the inverse of the share of global rounds since the last evaluation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7, 3.6), layout="constrained")
+    for colour, (name, seeds) in zip((GREEN, BLUE, ORANGE, PURPLE), found.items(), strict=False):
+        share = np.array([[point.global_rounds for point in curve] for curve in seeds.curves]).mean(0)
+        x = seeds.steps * np.arange(1, len(share) + 1) / len(share)
+        axis.plot(x[share > 0], 1 / share[share > 0], color=colour, linewidth=1.4, label=name)  # no global round: longer than an epoch
+    axis.set(xlabel="iterations", ylabel="period H", xlim=(0, None), ylim=(0, None), title=title)
+    axis.grid(alpha=0.25, linewidth=0.5)
+    axis.legend(fontsize=9, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside:
         figure.savefig(aside, dpi=130)

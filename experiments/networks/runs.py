@@ -25,6 +25,7 @@ class Run:
     split: str = IID  # or dirichlet(0.3)
     momentum: float | None = 0.9  # None if the optimizer has no momentum
     bits: int = 32  # of each number in a message
+    recipe: str = ""  # the name of the study's recipe: epochs, batch, learning rate and the like
     seed: int = 0
 
     @property
@@ -52,12 +53,17 @@ class Table:
 
     runs: tuple[Run, ...]
     seeds: int = 3
+    stretched_seeds: int | None = None  # seeds of stretched runs, if they have fewer
+
+    def seeds_of(self, run: Run) -> int:
+        return self.stretched_seeds if run.stretch > 1 and self.stretched_seeds is not None else self.seeds
 
     def all_runs(self, seeds: int | None = None) -> Iterator[Run]:
         """Yields the runs seed by seed, so that the finished runs can be compared if time runs out."""
         for seed in range(seeds or self.seeds):
             for run in self.runs:
-                yield replace(run, seed=seed)
+                if seed < (seeds or self.seeds_of(run)):
+                    yield replace(run, seed=seed)
 
 
 Tables = Mapping[str, Table]
@@ -66,7 +72,7 @@ Tables = Mapping[str, Table]
 def tables_of(run: Run, tables: Tables) -> list[str]:
     """The tables that this run is in. The quick table is named only if there is no other."""
     plain = replace(run, seed=0)
-    names = [name for name, table in tables.items() if plain in table.runs and run.seed < table.seeds]
+    names = [name for name, table in tables.items() if plain in table.runs and run.seed < table.seeds_of(run)]
     return [name for name in names if name != QUICK] or names
 
 

@@ -124,6 +124,11 @@ class Sequences:
         """Keeps at most that many held-out sequences, from the whole text."""
         return Sequences(self.train, self.held_out[:: max(1, len(self.held_out) // most)][:most], self.special)
 
+    def for_trials(self) -> Sequences:
+        """Holds out other sequences, which are no longer trained on. A learning rate chosen with them has not seen the test text."""
+        kept = torch.arange(len(self.train)) % HELD_OUT == HELD_OUT // 2
+        return Sequences(self.train[~kept], self.train[kept], self.special)
+
     @classmethod
     def of(cls, stream: NDArray[np.uint16], special: Special) -> Sequences:
         inside = LENGTH - 2

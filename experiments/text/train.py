@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,14 +13,15 @@ from torch import Tensor, nn
 import rumor
 from networks.engines import Tensors, Trainer, all_of_ranks, mean_over_ranks, step_bar
 from networks.runs import Run
+from networks.store import Point
 from rumor.methods.gossip_pga import Algorithm
 from text.data import Sequences, masked
 from text.lamb import Lamb
 from text.model import loss_of
+from text.study import EARLIER_LAMB, LAMB, WEIGHT_DECAY
 
 WARM_UP = 0.1  # share of all steps
 POWER = 0.5  # of the polynomial decay, as in BERT's large-batch recipe
-WEIGHT_DECAY = 0.01
 EVALUATIONS = 20  # in a run that is not stretched
 AT_ONCE = 256  # held-out sequences per batch
 
@@ -36,8 +38,9 @@ def lr_at(step: int, steps: int, peak: float) -> float:
     return float(peak * ((steps - step) / (steps - warm_up)) ** POWER)
 
 
-def optimizer(named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: Tensor) -> Lamb:
+def optimizer(named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: Tensor, kind: str = LAMB) -> Lamb:
     """Builds LAMB without weight decay on norms and biases. Parameters with one more dimension than one node's are stacked."""
+    how: dict[str, Any] = {LAMB: {}, EARLIER_LAMB: {"always_adapt": True, "max_norm": None}}[kind]
     dims = {name: p.dim() for name, p in of_one.named_parameters()}
     trained = [(name, p) for name, p in named if p.requires_grad]
     stacked = any(p.dim() > dims[name] for name, p in trained)
@@ -45,7 +48,7 @@ def optimizer(named: Iterator[tuple[str, nn.Parameter]], of_one: nn.Module, lr: 
         {"params": [p for name, p in trained if dims[name] > 1], "weight_decay": WEIGHT_DECAY},
         {"params": [p for name, p in trained if dims[name] == 1], "weight_decay": 0.0},
     ]
-    return Lamb(groups, lr=lr, stacked=stacked, compiled=lr.is_cuda)
+    return Lamb(groups, lr=lr, stacked=stacked, compiled=lr.is_cuda, **how)
 
 
 def algorithm_of(run: Run, steps: int) -> Algorithm:
@@ -55,9 +58,9 @@ def algorithm_of(run: Run, steps: int) -> Algorithm:
 
 @dataclass
 class Trained:
-    """A finished run. `curve` holds, at each evaluation, the mean training loss since the last one and the mean model's held-out loss."""
+    """A finished run."""
 
-    curve: list[tuple[float, float]]
+    curve: list[Point]
     nodes: list[float]  # held-out loss of each node at the end
     global_share: float
     seconds: float
@@ -84,19 +87,30 @@ def train(trainer: Trainer, run: Run, text: Sequences, batch: int, steps: int, p
     """Trains a whole run from the current model."""
     trainer.start(algorithm_of(run, steps))
     marks = {round(steps * (i + 1) / (EVALUATIONS * run.stretch)) for i in range(EVALUATIONS * run.stretch)}
-    curve, losses, began = [], [], time.perf_counter()
+    curve: list[Point] = []
+    losses, rounds, began = [], 0, time.perf_counter()
+    is_parallel = run.method == "Parallel SGD"  # averages gradients, so it has no global rounds of models
     with step_bar(steps) as bar:
         for k, tensors in enumerate(batches(text, trainer.nodes, run.nodes, batch, steps, run.seed), 1):
-            losses.append(trainer.step(tensors, lr_at(k - 1, steps, peak)).mean())
+            lr, before = lr_at(k - 1, steps, peak), vector(trainer.mean_model()) if k in marks else None
+            losses.append(trainer.step(tensors, lr).mean())
             bar.update()
-            if k in marks:
-                curve.append((mean_over_ranks(torch.stack(losses).mean()), held_out_loss(trainer.mean_model(), text)))
-                bar.set_postfix(loss=f"{curve[-1][0]:.3f}", held_out=f"{curve[-1][1]:.3f}")
-                losses.clear()
+            if before is not None:
+                mean, share = trainer.mean_model(), 1.0 if is_parallel else (trainer.global_rounds() - rounds) / len(losses)
+                after, loss = vector(mean), mean_over_ranks(torch.stack(losses).mean())
+                spread, moved = trainer.consensus_distance() / after.square().sum(), (after - before).norm() / (lr * before.norm())
+                curve.append(Point(loss, held_out_loss(mean, text), None, share, float(spread), float(moved)))
+                bar.set_postfix(loss=f"{loss:.3f}", held_out=f"{curve[-1].value:.3f}")
+                losses, rounds = [], trainer.global_rounds()
     seconds = time.perf_counter() - began
     nodes = [held_out_loss(model, text) for model in trainer.node_models()]
-    share = 1.0 if run.method == "Parallel SGD" else trainer.global_rounds() / steps
+    share = 1.0 if is_parallel else trainer.global_rounds() / steps
     return Trained(curve, all_of_ranks(nodes), share, seconds)
+
+
+def vector(model: nn.Module) -> Tensor:
+    """A copy of all trained parameters in a row."""
+    return torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad])
 
 
 @torch.no_grad()

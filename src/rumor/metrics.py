@@ -95,4 +95,5 @@ class Metrics:
             writer.add_scalar(f"rumor/{name}", value, step)
 
     def as_dict(self) -> dict[str, Any]:
+        """Return all counters as plain values, for JSON or a log of your own. `scalars()` returns the few that loggers show."""
         return {name: value for name, value in {**asdict(self), "rounds": dict(self.rounds)}.items() if not name.startswith("_")}

@@ -204,8 +204,7 @@ def measure(
     timer = _Timer(engine, repeats, show)
     timer.time("compute", step)
     if takes_model(step):
-        wrapped = DistributedDataParallel(model, process_group=engine.group)
-        timer.time("DDP", lambda: step(wrapped))
+        _time_ddp(timer, model, step)
     _time_averaging(timer, model)
     workload = Workload.of(model, timer.timings["compute"].median)
     large, large_bytes = _time_large_gossip(timer, model, workload)
@@ -235,6 +234,12 @@ def measure(
 def takes_model(step: Step) -> bool:
     """Whether `step` can be called as step(model)."""
     return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in inspect.signature(step).parameters.values())
+
+
+def _time_ddp(timer: _Timer, model: nn.Module, step: Step) -> None:
+    """Times the step in DDP, which must be gone afterwards: an Averager refuses a model that is still in DDP."""
+    wrapped = DistributedDataParallel(model, process_group=timer.engine.group)
+    timer.time("DDP", lambda: step(wrapped))
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -20,6 +20,7 @@ from rumor.averager.setup import (
     check_elastic,
     check_lazy,
     check_model,
+    check_no_ddp_around,
     check_options,
     check_plain_model,
     what_ranks_compare,
@@ -85,7 +86,7 @@ class Averager:
         average_state: AverageState | None = None,
     ):
         self._lazy, self._rescue, self._optimizer = lazy, rescue, optimizer
-        self._showing_mean = False
+        self._showing_mean = self._has_stepped = False
         self._elastic: Elastic | None = None
         if isinstance(group, ElasticGroup):
             check_elastic(algorithm, lazy, rescue, local_group)
@@ -184,6 +185,9 @@ class Averager:
                 None.
         """
         self.refuse_inside_averaged("step()")
+        if not self._has_stepped:  # at the first step, because DDP may have been put around the model after the Averager was built
+            check_no_ddp_around(self.model, self.engine, self.replica.runner.algorithm)
+            self._has_stepped = True
         if lr is None and self._optimizer is not None and self.replica.runner.algorithm.needs_lr:
             lr = self._optimizer.param_groups[0]["lr"]
         with ordinary_tensors():

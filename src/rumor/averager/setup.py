@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -58,13 +60,44 @@ def _check_ddp(model: nn.Module, engine: ProcessGroup, local_ranks: list[int]) -
     inner = next((m for m in model.modules() if isinstance(m, DistributedDataParallel)), None)
     if inner is None:
         return
-    ranks = ProcessGroup(inner.process_group).transport.ranks
+    _refuse_ddp_across(inner, local_ranks)
+
+
+def _refuse_ddp_across(ddp: DistributedDataParallel, local_ranks: list[int]) -> None:
+    ranks = ProcessGroup(ddp.process_group).transport.ranks
     if not set(ranks) <= set(local_ranks):
         raise ValueError(
             f"the model is already in DistributedDataParallel over ranks {ranks}, which averages their gradients at every step: take it "
             "out, train the plain module and hand that to the Averager. Only inside a node of several GPUs may DDP stay, with local_group= "
             "the group that it is over"
         )
+
+
+def check_no_ddp_around(model: nn.Module, engine: ProcessGroup, algorithm: Algorithm) -> None:
+    """Refuse a DDP that shares parameters with the model: it was left in place, or put around the model after the Averager was built.
+
+    Every rank of the DDP has it, so all of them refuse it by themselves.
+    """
+    if sends_nothing(algorithm):
+        return
+    local_ranks = [engine.transport.ranks[engine.rank]] if engine.local is None else engine.local.ranks
+    parameters = set(map(id, model.parameters()))
+    if _wrappers_of(parameters):
+        gc.collect()  # one that is no longer used may be part of a cycle
+    for ddp in _wrappers_of(parameters):
+        _refuse_ddp_across(ddp, local_ranks)
+
+
+def _wrappers_of(parameters: set[int]) -> list[DistributedDataParallel]:
+    """Find the DDPs with some of these parameters. DDP leaves no trace on a module that it wraps, so they are searched in memory."""
+    # type(), not isinstance(), which would wake up lazy proxies of other libraries
+    wrappers = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    return [one for one in wrappers if not parameters.isdisjoint(map(id, one.parameters()))]
+
+
+def sends_nothing(algorithm: Algorithm) -> bool:
+    """Whether nodes never exchange their models. Such a method only counts steps, and DDP may train beside it."""
+    return not algorithm.topology.has_links and isinstance(algorithm.schedule, Never)
 
 
 def bound_algorithm(algorithm: Algorithm, n: int) -> Algorithm:

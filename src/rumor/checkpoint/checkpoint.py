@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -38,6 +41,7 @@ def save(folder: str | Path, averager: Averager, position: Any = None, *, keep: 
         keep: how many checkpoints to keep; older ones are removed.
         others: everything else that has a state: optimizer=opt, scheduler=scheduler, scaler=scaler.
     """
+    _check_order("save", folder, averager)
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got keep={keep}")
     averager.refuse_inside_averaged("rumor.save()")
@@ -64,7 +68,10 @@ def _save(folder: Path, averager: Averager, position: Any, keep: int, others: di
 
 
 def load(folder: str | Path, averager: Averager, *, step: int | None = None, **others: Stateful) -> Any:
-    """Continue from the latest checkpoint in `folder`, and return its `position`. If there is none, return None and change nothing.
+    """Continue from the latest checkpoint in `folder`, and return its `position`.
+
+    If the folder is empty or missing, return None and change nothing; rank 0 then prints a line. A folder with other contents, or a file,
+    is refused. What was saved under a name that is not in `others` is left out, with a warning.
 
     With as many nodes as it was saved with, the rest of the run is bitwise equal to one that was not interrupted. With more or fewer nodes,
     every node starts from the mean of the saved models, with the optimizer of one of the saved nodes, and the schedule goes on where it
@@ -79,6 +86,7 @@ def load(folder: str | Path, averager: Averager, *, step: int | None = None, **o
 
     In an elastic group, a node that joins a job under way has the members' state already: this then returns its step, and reads nothing.
     """
+    _check_order("load", folder, averager)
     averager.refuse_inside_averaged("rumor.load()")
     _check_stateful(others)
     if averager.is_elastic and averager.steps > 0:
@@ -90,7 +98,10 @@ def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, 
     entry = by_all(averager, partial(find_entry, folder, step), "looking for a checkpoint")
     found = "none" if entry is None else f"{entry['name']} of {entry['nodes']} nodes"
     averager.replica.node.meet({f"checkpoint in {folder.name} (is it on storage that all see?)": found}, "looking for a checkpoint")
+    is_first = averager.replica.node.place == (0, 0)
     if entry is None:
+        if is_first:
+            print(f"rumor.load: no checkpoint in {folder} yet, nothing is loaded", file=sys.stderr, flush=True)
         return None
     state = by_all(averager, partial(_state_for, averager, folder, entry, others), "reading a checkpoint")
     averager.settle()  # what a lazy step left in flight belongs to the old model
@@ -103,6 +114,10 @@ def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, 
             averager.replica.continue_schedule(state["averager"])
     for name, other in others.items():
         other.load_state_dict(state["others"][name])
+    if is_first and (left_out := sorted(set(state["others"]) - set(others))):
+        names = ", ".join(f"{name} ({state['kinds'][name]})" for name in left_out)
+        call = ", ".join(f"{name}={name}" for name in left_out)
+        warnings.warn(f"the saved state of {names} is not loaded, and starts anew: use rumor.load(folder, averager, {call})", stacklevel=2)
     return state["position"]
 
 
@@ -126,6 +141,14 @@ def by_all(averager: Averager, do: Callable[[], T], doing: str) -> T:
 
 
 # ---- what fits ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check_order(function: str, folder: object, averager: object) -> None:
+    if not isinstance(folder, str | os.PathLike) or not isinstance(averager, Averager):
+        raise TypeError(
+            f"rumor.{function}() takes the folder, then the Averager, got {type(folder).__name__} and {type(averager).__name__}: "
+            f'call rumor.{function}("checkpoints", averager, optimizer=opt)'
+        )
 
 
 def _check_stateful(others: dict[str, Stateful]) -> None:

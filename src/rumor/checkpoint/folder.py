@@ -94,13 +94,36 @@ def _is_entry(one: dict[str, Any]) -> bool:
 
 
 def find_entry(folder: Path, step: int | None) -> dict[str, Any] | None:
-    """Return the latest checkpoint, or that of `step`; None if the folder has none."""
+    """Return the latest checkpoint, or that of `step`; None if the folder is empty or missing."""
+    _refuse_other_paths(folder)
     entries = _entries(folder)
     wanted = entries if step is None else [entry for entry in entries if entry["step"] == step]
     if wanted or step is None:
         return wanted[-1] if wanted else None
     there = ", ".join(str(entry["step"]) for entry in entries) or "none"
     raise ValueError(f"{folder} has no checkpoint after {step} steps, only those after: {there}")
+
+
+def _refuse_other_paths(folder: Path) -> None:
+    """Refuse a path that save() was not given. "No checkpoint yet" would be wrong there, and the run would start again from zero."""
+    if not folder.exists():
+        return
+    inside = folder if folder.is_dir() else folder.parent
+    has_checkpoints = (inside / LATEST).exists()
+    if not has_checkpoints and (NAME.fullmatch(inside.name) or any(inside.glob("node-*-rank-*.pt"))):
+        raise ValueError(f"{folder} is part of one checkpoint: rumor.load() takes the folder of all of them, {inside.parent}")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file: rumor.load() takes the folder that rumor.save() was given, such as {folder.parent}")
+    if not has_checkpoints:
+        # a first checkpoint that was cut short leaves its folder; a new file system has lost+found
+        foreign = sorted(
+            p.name for p in folder.iterdir() if not (NAME.fullmatch(p.name) or p.name.startswith(".") or p.name == "lost+found")
+        )
+        if foreign:
+            raise ValueError(
+                f"{folder} holds {', '.join(foreign[:3])}{', ...' * (len(foreign) > 3)} but no checkpoint: name the folder that "
+                "rumor.save() was given, or an empty one to start from the beginning"
+            )
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -31,13 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     parser = _Parser(prog="rumor", description="Choose a method, a topology and a period for decentralized training with PyTorch.")
     parser.add_argument("--version", action="version", version=f"rumor {VERSION}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for add_command in (add_coordinator, add_demo, add_plan, add_probe, add_topology):
         add_command(commands)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without braille characters shows "?" instead of failing
     options = parser.parse_args(_join_negative_values(sys.argv[1:] if arguments is None else arguments))
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
         return int(options.run(options))
     except BrokenPipeError:

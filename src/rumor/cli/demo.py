@@ -39,7 +39,12 @@ def add_demo(commands: Any) -> None:
         "methods one after the other, from the same initial model and on the same data. Prints a table and writes demo.json and demo.png.",
     )
     names = (*DEFAULT, "slowmo", "osgp")
-    parser.add_argument("--method", nargs="+", metavar="NAME", help=f"methods to run: {', '.join(names)} (default: the first five)")
+    parser.add_argument(
+        "--method",
+        nargs="+",
+        metavar="NAME",
+        help=f"methods to run: {', '.join(names)} (default: the first five), or written out: 'gossip_pga(ring, H=6, bits=4)'",
+    )
     parser.add_argument("--topology", default="ring", metavar="NAME", help=f"{', '.join(NAMES).replace('-', '_')} (default ring)")
     parser.add_argument("-n", "--nodes", type=nodes, default=8, help="number of processes (default 8)")
     parser.add_argument("--H", type=nodes, help=f"steps between two global averages, for {', '.join(WITH_H)} (default {H})")
@@ -90,7 +95,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Topology, list[Method]]:
     check_whole("--steps", options.steps, 1)
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed must be a whole number from 0 to 2^32 - 1, got {options.seed}")
-    names = [name.replace("-", "_") for name in options.method or DEFAULT]
+    names = [name if "(" in name else name.replace("-", "_") for name in options.method or DEFAULT]
     if len(set(names)) < len(names):
         raise ValueError(f"--method {' '.join(names)}: name each method once")
     topology = build_topology(options.topology, options.nodes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rumor.methods import Algorithm, gossip_aga, gossip_pga, gossip_sgd, local_sgd, osgp, parallel_sgd, slowmo
+from rumor.methods import Algorithm, gossip_aga, gossip_pga, gossip_sgd, local_sgd, method, osgp, parallel_sgd, slowmo
 from rumor.topology import Topology
 
 DEFAULT = ("parallel_sgd", "local_sgd", "gossip_sgd", "gossip_pga", "gossip_aga")
@@ -29,8 +29,10 @@ class Method:
 
 
 def build_method(name: str, topology: Topology, H: int, delay: int | None, steps: int) -> Method:
-    """Builds a method for a run of `steps` steps. `delay=None` means the method's own default."""
+    """Builds a method for a run of `steps` steps, by its name or from text. `delay=None` means the method's own default."""
     n, warmup = topology.n, max(1, steps // 10)
+    if "(" in name:
+        return Method(name, name, method(name).bind(n))
     delayed = {} if delay is None else {"delay": delay}
     known: dict[str, Callable[[], Method]] = {
         "parallel_sgd": lambda: Method(name, "Parallel SGD", parallel_sgd(n), with_ddp=True),
@@ -42,5 +44,5 @@ def build_method(name: str, topology: Topology, H: int, delay: int | None, steps
         "osgp": lambda: Method(name, "SGP" if delay == 0 else "OSGP", osgp(topology, **delayed)),
     }
     if name not in known:
-        raise ValueError(f"there is no method {name!r}: choose from {', '.join(known)}")
+        raise ValueError(f'there is no method {name!r}: choose from {", ".join(known)}, or write one out, "gossip_pga(ring, bits=4)"')
     return known[name]()

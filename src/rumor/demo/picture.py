@@ -22,6 +22,11 @@ COLORS = {  # as in the pictures of the studies
 }
 
 
+def _color(result: Result) -> str:
+    """The colour of a method, also of one that was written out with its options."""
+    return COLORS.get(result.method.name.split("(")[0], BLACK)
+
+
 def draw(results: Sequence[Result], topology: Topology, path: Path) -> None:
     pyplot = open_pyplot(str(path))
     figure, (curves, nodes) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained", width_ratios=(1, 1.15))
@@ -46,7 +51,7 @@ def _draw_curves(axes: Any, results: Sequence[Result]) -> None:
             [each.mean_accuracy for each in curve],
             marker="o",
             markersize=3,
-            color=COLORS[result.method.name],
+            color=_color(result),
             linestyle="--" if is_dashed else "-",
             linewidth=2.2,
             zorder=3 if is_dashed else 2,
@@ -62,7 +67,7 @@ def _draw_curves(axes: Any, results: Sequence[Result]) -> None:
 def _draw_nodes(axes: Any, results: Sequence[Result]) -> None:
     """Draws one row for each method: a dot for each node and a diamond for their mean model. In a short row the nodes are close."""
     for row, result in enumerate(results):
-        end, color = result.end, COLORS[result.method.name]
+        end, color = result.end, _color(result)
         best = max(*end.node_accuracies, end.mean_accuracy)
         axes.plot([end.worst_accuracy, best], [row, row], color=color, linewidth=6, alpha=0.25, solid_capstyle="round")
         axes.scatter(end.node_accuracies, [row] * len(end.node_accuracies), color=color, s=42, alpha=0.8, linewidths=0, zorder=3)

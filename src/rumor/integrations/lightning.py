@@ -136,6 +136,8 @@ class RumorCallback(Callback):
         mean = torch.stack(self._losses).mean() * scale if self._losses else None
         self.averager.step(mean, lr=self._lr)
         self._losses, self._lr = [], None
+        # rank 0's own, without a collective; Lightning drops them between its log_every_n_steps
+        pl_module.log_dict({f"rumor/{name}": float(value) for name, value in self.averager.metrics.scalars().items()}, rank_zero_only=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Swaps in the mean model for the validation. That ends before ModelCheckpoint saves, because Lightning calls it last."""

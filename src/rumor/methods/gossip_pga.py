@@ -252,13 +252,14 @@ def gossip_sgd(topology: Topology | Builder, *, delay: int = 0, average_rounds: 
 
 
 def gossip_pga(
-    topology: Topology | Builder, H: int | Schedule, *, delay: int = 0, average_rounds: int | None = None, bits: int = 32
+    topology: Topology | Builder, H: int | Schedule = 6, *, delay: int = 0, average_rounds: int | None = None, bits: int = 32
 ) -> GossipPGA:
     """Gossip-PGA (Algorithm 1): gossip, and a global average every H steps.
 
     Args:
         topology: who talks to whom, or a builder such as `rumor.ring` for as many nodes as there are.
-        H: the period of global averages, in steps; or a schedule, such as `rumor.LearningRate(3, 24)`, whose period changes.
+        H: the period of global averages, in steps (6 in the paper's experiments); or a schedule, such as `rumor.LearningRate(3, 24)`,
+            whose period changes.
         delay: 1 if messages travel while the next step computes.
         average_rounds: m replaces the all-reduce of a global average by m gossip steps.
         bits: 16, 8 or 4 make messages 2, 4 or 8 times smaller. Nodes then send differences to the last global average, and keep what

@@ -22,7 +22,7 @@ of the theorems and lemmas include their constants, and hold if the problem's co
     theory.theorem_2(algorithm, L=found.L, sigma2=found.sigma2, b2=found.b2, F_0=found.loss).step_size(T=10_000)
 """
 
-from rumor.theory.consensus import consensus_distance, running_consensus_bound, unified_consensus_bound
+from rumor.theory.consensus import consensus_distance, descent_bound, running_consensus_bound, unified_consensus_bound
 from rumor.theory.constants import C_beta, D_beta, Mixing, mixing, static_mixing, time_varying_mixing
 from rumor.theory.estimators import Estimate, estimate, smoothness
 from rumor.theory.rates import Guarantee, PeriodLimits, Rate, period_for_linear_speedup, period_limits, rate, theorem_1, theorem_2
@@ -47,6 +47,7 @@ __all__ = [
     "Rate",
     "TransientTime",
     "consensus_distance",
+    "descent_bound",
     "estimate",
     "mixing",
     "period_for_linear_speedup",

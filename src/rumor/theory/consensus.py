@@ -1,4 +1,4 @@
-"""The consensus distance: a closed form of its steady state, and the paper's bounds on it."""
+"""The consensus distance: a closed form of its steady state, the paper's bounds on it, and the descent lemmas that it enters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rumor.methods import Algorithm
-from rumor.theory.constants import Mixing, check_period, mixing
+from rumor.theory.constants import Mixing, Regime, check_nodes, check_period, mixing
 from rumor.topology import Topology
 from rumor.topology.matrix import Array, Circulant
 
@@ -92,6 +92,7 @@ def unified_consensus_bound(
     A: Sequence[float],
     B: Sequence[float],
     convex: bool = True,
+    regime: Regime | None = None,
 ) -> float:
     """The bound of the unified consensus lemma (Lemma 4), the right-hand side of (25). It bounds A^(k+1) = E||X^(k+1) - X_bar^(k+1)||_F^2:
 
@@ -102,6 +103,10 @@ def unified_consensus_bound(
     coefficient is 6 n D_beta gamma^2 beta^2. For (65) this is the version of the proof: the statement has beta^(2(k+1-l)) and H b^2
     instead of beta^(k-l) and D_beta b^2.
 
+    D_beta = min{H, 1/(1 - beta)} unites two lemmas, which hold for every network. `regime` asks for one of them: "sparse" for Lemma 2 (22),
+    where global averages keep the nodes together and D_beta = H; "dense" for Lemma 3 (23), where gossip does and D_beta = 1/(1 - beta).
+    (Lemma 2 is that of the proof: the statement has b^2 instead of H b^2.)
+
     Args:
         algorithm: a method such as `rumor.gossip_pga(...)`, or a `Mixing`.
         lr: the step size gamma.
@@ -111,23 +116,36 @@ def unified_consensus_bound(
         A: A^(tau(k)), ..., A^(k). They are sums over the nodes, n times the value of `consensus_distance`. A^(tau(k)) = 0.
         B: E f(x_bar^(l)) - f(x*) at the same steps; E||grad f(x_bar^(l))||^2 if not convex.
         convex: True for Lemma 4, False for Lemma 7.
+        regime: None for Lemma 4; "sparse" for Lemma 2, "dense" for Lemma 3.
 
     >>> import rumor
     >>> unified_consensus_bound(rumor.local_sgd(2, 4), lr=0.1, L=1.0, sigma2=1.0, b2=0.0, A=[0.0], B=[0.0])
     0.16...
+    >>> ring = rumor.gossip_pga(rumor.ring(20), H=4)                           # 1/(1 - beta) = 31, so Lemma 2 is the tighter one
+    >>> found = [unified_consensus_bound(ring, lr=0.1, L=1, sigma2=1, b2=1, A=[0], B=[0], regime=r) for r in (None, "sparse", "dense")]
+    >>> found[0] == found[1] < found[2]
+    True
     """
     m = mixing(algorithm)
     if not 1 <= len(A) == len(B) <= m.H:
         raise ValueError(
             f"A and B need one value for each step since the last global average, at most H = {m.H}: got {len(A)} and {len(B)} values"
         )
-    c_1, c_2, c_3 = _constants(m, lr, L, sigma2, b2, convex)
+    c_1, c_2, c_3 = _constants(m, m.D_of(regime), lr, L, sigma2, b2, convex)
     fade = m.beta ** np.arange(len(A))[::-1]  # beta^(k-l)
     return c_1 * float(fade @ np.asarray(A, dtype=np.float64)) + c_2 * float(fade @ np.asarray(B, dtype=np.float64)) + c_3
 
 
 def running_consensus_bound(
-    algorithm: Algorithm | Mixing, *, lr: float, L: float, sigma2: float, b2: float, mean_B: float, convex: bool = True
+    algorithm: Algorithm | Mixing,
+    *,
+    lr: float,
+    L: float,
+    sigma2: float,
+    b2: float,
+    mean_B: float,
+    convex: bool = True,
+    regime: Regime | None = None,
 ) -> float:
     """The bound of the running consensus lemma (Lemma 5), the right-hand side of (26).
 
@@ -136,21 +154,59 @@ def running_consensus_bound(
         2 c_2 D_beta mean_B + 2 c_3,       c_2 = 12 n beta^2 D_beta gamma^2 L,   c_3 = 2 n beta^2 gamma^2 C_beta (3 D_beta b^2 + sigma^2)
 
     mean_B is 1/(T+1) sum_k E f(x_bar^(k)) - f(x*). Without convexity (Lemma 8, (66)) mean_B is the mean of E||grad f(x_bar^(k))||^2
-    and c_2 = 6 n beta^2 D_beta gamma^2.
+    and c_2 = 6 n beta^2 D_beta gamma^2. `regime` takes D_beta = H ("sparse") or 1/(1 - beta) ("dense"), as in `unified_consensus_bound`.
     """
     m = mixing(algorithm)
-    _, c_2, c_3 = _constants(m, lr, L, sigma2, b2, convex)
-    if 4 * L * m.beta * m.D * lr > 1:
-        raise ValueError(f"the lemma needs lr <= 1/(4 L beta D_beta) = {1 / (4 * L * m.beta * m.D):.4g}, got lr={lr!r}")
-    return 2 * c_2 * m.D * mean_B + 2 * c_3
+    D = m.D_of(regime)
+    _, c_2, c_3 = _constants(m, D, lr, L, sigma2, b2, convex)
+    if 4 * L * m.beta * D * lr > 1:
+        raise ValueError(f"the lemma needs lr <= 1/(4 L beta D_beta) = {1 / (4 * L * m.beta * D):.4g}, got lr={lr!r}")
+    return 2 * c_2 * D * mean_B + 2 * c_3
 
 
-def _constants(m: Mixing, lr: float, L: float, sigma2: float, b2: float, convex: bool) -> tuple[float, float, float]:
-    """The constants c_1, c_2 and c_3 in the proofs of Lemmas 5 and 8."""
+def descent_bound(n: int, *, lr: float, L: float, sigma2: float, value: float, A: float, B: float, convex: bool = True) -> float:
+    """The bound of the descent lemma (Lemma 1), the right-hand side of (20). It bounds E||x_bar^(k) - x*||^2 if gamma <= 1/(4 L):
+
+        E||x_bar^(k-1) - x*||^2  -  gamma B^(k-1)  +  3 L gamma / (2 n) A^(k-1)  +  gamma^2 sigma^2 / n
+
+    Without convexity (Lemma 6, (64)) it bounds E f(x_bar^(k)):
+
+        E f(x_bar^(k-1))  -  gamma / 4 B^(k-1)  +  3 gamma L^2 / (4 n) A^(k-1)  +  gamma^2 L sigma^2 / (2 n)
+
+    The paper's (64) has A^(k) in the place of A^(k-1), which is a slip: its proof ends with A^(k-1). Both lemmas hold for every W, because
+    mixing keeps the mean.
+
+    Args:
+        n: nodes.
+        lr: the step size gamma.
+        L: smoothness of every f_i.
+        sigma2: a bound on the variance of a stochastic gradient.
+        value: E||x_bar^(k-1) - x*||^2; E f(x_bar^(k-1)) if not convex.
+        A: A^(k-1) = E||X^(k-1) - X_bar^(k-1)||_F^2, a sum over the nodes.
+        B: B^(k-1) = E f(x_bar^(k-1)) - f(x*); E||grad f(x_bar^(k-1))||^2 if not convex.
+        convex: True for Lemma 1, False for Lemma 6.
+
+    >>> round(descent_bound(4, lr=0.1, L=1.0, sigma2=4.0, value=9.0, A=8.0, B=2.0), 9)               # 9 - 0.2 + 0.3 + 0.01
+    9.11
+    >>> round(descent_bound(4, lr=0.1, L=1.0, sigma2=4.0, value=9.0, A=8.0, B=2.0, convex=False), 9)  # 9 - 0.05 + 0.15 + 0.005
+    9.105
+    """
+    check_nodes(n)
+    if not (lr > 0 and L > 0 and sigma2 >= 0 and A >= 0 and B >= 0):
+        raise ValueError(f"needs lr > 0, L > 0, sigma2 >= 0, A >= 0 and B >= 0, got lr={lr}, L={L}, sigma2={sigma2}, A={A}, B={B}")
+    if 4 * L * lr > 1:
+        raise ValueError(f"the lemma needs lr <= 1/(4 L) = {1 / (4 * L):.4g}, got lr={lr!r}")
+    if convex:
+        return value - lr * B + 1.5 * L * lr / n * A + lr**2 * sigma2 / n
+    return value - lr / 4 * B + 0.75 * lr * L**2 / n * A + lr**2 * L * sigma2 / (2 * n)
+
+
+def _constants(m: Mixing, D: float, lr: float, L: float, sigma2: float, b2: float, convex: bool) -> tuple[float, float, float]:
+    """The constants c_1, c_2 and c_3 in the proofs of Lemmas 5 and 8, with D for D_beta."""
     if not (lr > 0 and L > 0 and sigma2 >= 0 and b2 >= 0):
         raise ValueError(f"needs lr > 0, L > 0, sigma2 >= 0 and b2 >= 0, got lr={lr}, L={L}, sigma2={sigma2}, b2={b2}")
     if m.beta == 0:
         return 0.0, 0.0, 0.0
     step = (m.beta * lr) ** 2
-    c_2 = 12 * m.n * m.D * step * L if convex else 6 * m.n * m.D * step
-    return 6 * m.D * step * L**2, c_2, 2 * m.n * step * m.C * (3 * m.D * b2 + sigma2)
+    c_2 = 12 * m.n * D * step * L if convex else 6 * m.n * D * step
+    return 6 * D * step * L**2, c_2, 2 * m.n * step * m.C * (3 * D * b2 + sigma2)

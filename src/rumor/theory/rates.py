@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from rumor.methods import Algorithm
 from rumor.theory.constants import Mixing, Regime, check_beta, check_nodes, mixing
+
+Limit = Literal["drift", "noise", "lr_max"]  # what limits a step size
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,7 @@ class Guarantee:
     def step_size(self, T: int) -> float:
         """The step size for T + 1 iterations, min{ lr_max, (r_0 / (r_1 (T + 1)))^(1/2), (r_0 / (r_2 (T + 1)))^(1/3) } (6)."""
         _check_positive("T", T)
-        start = self.r_0 / (T + 1)
-        by_noise = math.sqrt(start / self.r_1) if self.r_1 else math.inf
-        by_drift = (start / self.r_2) ** (1 / 3) if self.r_2 else math.inf
-        return min(self.lr_max, by_noise, by_drift)
+        return min(self.lr_max, *self._step_sizes(T))
 
     def bound(self, T: int, lr: float | None = None) -> float:
         """The bound (58) after T + 1 iterations with step size `lr`; None means `step_size(T)`."""
@@ -91,6 +91,54 @@ class Guarantee:
         if not 0 < lr <= self.lr_max:
             raise ValueError(f"the bound holds for step sizes 0 < lr <= lr_max = {self.lr_max:.4g}, got lr={lr!r}")
         return self.r_0 / ((T + 1) * lr) + self.r_1 * lr + self.r_2 * lr**2
+
+    def limited_by(self, T: int) -> Limit:
+        """What limits `step_size(T)`: "drift" for (r_0 / (r_2 (T + 1)))^(1/3), "noise" for (r_0 / (r_1 (T + 1)))^(1/2), or "lr_max"."""
+        lr, by_noise = self.step_size(T), self._step_sizes(T)[0]
+        return "lr_max" if lr == self.lr_max else "noise" if lr == by_noise else "drift"
+
+    def case_bound(self, T: int) -> float:
+        """The bound after T + 1 iterations with `step_size(T)`, without the step size, for the case that `limited_by(T)` names:
+
+            drift    2 r_2^(1/3) (r_0 / (T + 1))^(2/3)  +    (r_0 r_1 / (T + 1))^(1/2)                                (59)
+            noise      r_2^(1/3) (r_0 / (T + 1))^(2/3)  +  2 (r_0 r_1 / (T + 1))^(1/2)                                (60)
+            lr_max     r_2^(1/3) (r_0 / (T + 1))^(2/3)  +    (r_0 r_1 / (T + 1))^(1/2)  +  r_0 / (lr_max (T + 1))     (61)
+
+        `bound(T)` <= `case_bound(T)` <= `closed_bound(T)`. The paper writes 12 beta L D_beta for 1 / lr_max.
+
+        >>> problem = Guarantee(r_0=1.0, r_1=1.0, r_2=0.0, lr_max=1.0)
+        >>> problem.limited_by(T=99), round(problem.case_bound(T=99), 9)                         # 2 (1 / 100)^(1/2)
+        ('noise', 0.2)
+        """
+        limit = self.limited_by(T)
+        start, noise, drift = self._closed_terms(T)
+        times = {"drift": (0, 1, 2), "noise": (0, 2, 1), "lr_max": (1, 1, 1)}[limit]
+        return sum(k * term for k, term in zip(times, (start, noise, drift), strict=True))
+
+    def closed_bound(self, T: int) -> float:
+        """The bound of the theorem in closed form, which covers all cases of `case_bound`:
+
+            r_0 / (lr_max (T + 1))  +  2 (r_0 r_1 / (T + 1))^(1/2)  +  2 r_2^(1/3) (r_0 / (T + 1))^(2/3)               (62)
+
+        Without constants it is `rate` (63). It decreases with T, and shows which T is enough.
+
+        >>> problem = Guarantee(r_0=1.0, r_1=1.0, r_2=8.0, lr_max=0.1)
+        >>> round(problem.closed_bound(T=999), 9)                                   # 0.01 + 2 * 0.0316... + 4 * 0.01
+        0.113245553
+        """
+        start, noise, drift = self._closed_terms(T)
+        return start + 2 * noise + 2 * drift
+
+    def _step_sizes(self, T: int) -> tuple[float, float]:
+        """Returns (r_0 / (r_1 (T + 1)))^(1/2) and (r_0 / (r_2 (T + 1)))^(1/3)."""
+        start = self.r_0 / (T + 1)
+        return math.sqrt(start / self.r_1) if self.r_1 else math.inf, (start / self.r_2) ** (1 / 3) if self.r_2 else math.inf
+
+    def _closed_terms(self, T: int) -> tuple[float, float, float]:
+        """Returns r_0 / (lr_max (T + 1)), (r_0 r_1 / (T + 1))^(1/2) and r_2^(1/3) (r_0 / (T + 1))^(2/3)."""
+        _check_positive("T", T)
+        start = self.r_0 / (T + 1)
+        return start / self.lr_max, math.sqrt(start * self.r_1), float((self.r_2 * start**2) ** (1 / 3))
 
 
 def theorem_1(algorithm: Algorithm | Mixing, *, L: float, sigma2: float, b2: float, distance2: float) -> Guarantee:
