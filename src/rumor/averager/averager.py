@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from rumor.averager.elastic import Elastic
+from rumor.averager.joining import batches_that_all_have
 from rumor.averager.replica import Replica
+from rumor.averager.rescue import or_rescue, rescue_or_raise
 from rumor.averager.sampler import MemberSampler
 from rumor.averager.setup import (
     bound_algorithm,
@@ -196,7 +197,7 @@ class Averager:
             try:
                 self._step(loss, lr)
             except FloatingPointError as error:
-                self._rescue_or_raise(error, stacklevel=3)
+                rescue_or_raise(self.replica, self._rescue, error, stacklevel=3)
                 if runner.k == k:  # else the models were mixed before the error was raised
                     self._step(loss, lr)
 
@@ -230,7 +231,7 @@ class Averager:
         if self._elastic is not None:
             self._elastic.finish()
         else:
-            self._or_rescue(self.replica.finish)
+            or_rescue(self.replica, self._rescue, self.replica.finish)
 
     def leave(self) -> None:
         """Leave an elastic group, for example because this machine will be taken away. The others go on. Not a collective."""
@@ -248,17 +249,7 @@ class Averager:
         """
         if self._elastic is not None:
             raise RuntimeError("join() is for a fixed group: with rumor.elastic, loop `while averager.steps < total` (see share_of())")
-        end, ahead, node = object(), iter(batches), self.replica.node
-        vote, runner = node.vote(), self.replica.runner
-        following: Any = next(ahead, end)
-        try:
-            vote.ask(node.all_of(following is not end), runner.steps_begun)
-            while vote.is_unanimous():
-                batch, following = following, next(ahead, end)
-                vote.ask(node.all_of(following is not end), runner.steps_begun)
-                yield batch
-        finally:
-            vote.leave()
+        yield from batches_that_all_have(self.replica.node, self.replica.runner, batches)
 
     def share_of(self, data: Sized | int, seed: int = 0) -> MemberSampler:
         """Divide a data set among the members: an endless stream of the numbers of items, each for one member.
@@ -291,7 +282,7 @@ class Averager:
         with ordinary_tensors():
             self._prepare()
             tensors = self.replica.tensors()
-            own = self.together(lambda: self._or_rescue(lambda: self._show_mean(tensors)))
+            own = self.together(lambda: or_rescue(self.replica, self._rescue, lambda: self._show_mean(tensors)))
             if own is None:  # this node has just taken over the members' model
                 own = [t.clone() for t in tensors]
         try:
@@ -330,35 +321,6 @@ class Averager:
             raise RuntimeError(
                 f"{what} inside averaged(), where the model is the mean of all nodes: call it after the `with averaged():` block"
             )
-
-    # ---- models that are not finite ------------------------------------------------------------------------------------------------
-
-    def _or_rescue(self, do: Callable[[], T]) -> T:
-        """Call `do`. With `rescue`, if some node's model is not finite, go on from the mean of the others and call it again."""
-        try:
-            return do()
-        except FloatingPointError as error:
-            self._rescue_or_raise(error, stacklevel=5)  # below contextlib
-            return do()
-
-    def _rescue_or_raise(self, error: FloatingPointError, stacklevel: int) -> None:
-        """Replace all models by the mean of those that are finite. Every rank comes here at the same step."""
-        if self._rescue is None:
-            raise error
-        runner = self.replica.runner
-        runner.abandon()
-        is_finite = runner.is_finite()
-        self.engine.forget_alarm()
-        if runner.take_mean_of(is_finite) == 0:
-            raise error
-        if not is_finite:
-            self._rescue.state.clear()
-            self._rescue.zero_grad()
-            self.metrics.rescues += 1
-        why = str(error).split(";")[0]  # the rest is for runs without rescue
-        self.replica.check_tensors()  # the optimizer's state may be new
-        if not is_finite:
-            warnings.warn(f"node {self.engine.rank} goes on from the mean of the others at step {self.steps}: {why}", stacklevel=stacklevel)
 
     # ---- state -------------------------------------------------------------------------------------------------------------------
 

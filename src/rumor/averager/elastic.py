@@ -10,16 +10,15 @@
 
 from __future__ import annotations
 
-import io
 import logging
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from rumor.averager.mail import Mail
 from rumor.averager.replica import Replica
 from rumor.averager.sampler import MemberSampler
 from rumor.engines.processes.gloo_group import GlooGroup, connect, store_server
@@ -33,7 +32,6 @@ from rumor.metrics import Metrics
 from rumor.model.tensors import ordinary_tensors
 from rumor.schedule import ScheduleState
 
-PIECE = 2**26  # bytes of one message that hands over the state
 RECENT = 0.9  # how much of the slowest recent step remains of it a step later
 
 T = TypeVar("T")
@@ -53,7 +51,6 @@ class Elastic:
     Attributes:
         members: names of the members, by rank.
         rank: of this node.
-        samplers: those that divide data among the members.
     """
 
     def __init__(
@@ -67,7 +64,8 @@ class Elastic:
         self._uid, self._replica, self._algorithm, self._optimizer = group.uid, replica, algorithm, optimizer
         self.members: list[str] = []
         self.rank = 0
-        self.samplers: list[MemberSampler] = []
+        self._samplers: list[MemberSampler] = []
+        self._positions: list[int] = []  # of the samplers of the member whose state this node has taken over
         self._gloo: GlooGroup | None = None
         self._is_member = False  # whether this node has the job's state
         self._has_left = False
@@ -261,7 +259,7 @@ class Elastic:
         """Bind the method to the members that there are now."""
         engine = ProcessGroup(gloo.group, metrics=self._metrics, is_registered=False)
         self._metrics.waited_for.clear()
-        self._handing_over = engine.transport.new_tag()
+        self._tag = engine.transport.new_tag()
         self._replica.attach(engine, LocalGroup(engine), self._algorithm.bind(engine.n), broadcast=False)
         if own is not None:
             self._replica.runner.take_over(own, is_own=True)
@@ -277,43 +275,18 @@ class Elastic:
 
     def _hand_over(self, offer: Offer) -> None:
         """Rank 0 sends the job's state to those that have none, and the method's state to those that have missed its last average."""
-        everyone = range(len(offer.members))
+        everyone, mail = range(len(offer.members)), Mail(self._transport, self._tag, self._replica.runner.k)
         new = [rank for rank in everyone if rank >= offer.holders]
         stale = [rank for rank in everyone if rank < offer.holders and offer.members[rank].average < offer.members[0].average]
         if self.rank == 0:
             for ranks, state in ((stale, self._method), (new, self._state)):
                 if ranks:
-                    self._send(state(), ranks)
+                    mail.send(state(), ranks)
         elif self.rank in stale:
-            self._take_over_method(self._receive())
+            self._replica.runner.take_over(mail.receive(), is_own=False)
         elif self.rank in new:
-            self._take_over(self._receive())
+            self._take_over(mail.receive())
         self._link.average = offer.members[0].average
-
-    @property
-    def _handing(self) -> str:
-        return f"handing over the state at step {self._replica.runner.k}"
-
-    def _send(self, state: dict[str, Any], ranks: Sequence[int]) -> None:
-        transport, file = self._transport, io.BytesIO()
-        torch.save(state, file)
-        data = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
-        for piece in (torch.tensor([len(data)]), *torch.split(data, PIECE)):
-            transport.wait(transport.call(partial(transport.send, piece, ranks, self._handing_over), self._handing), self._handing)
-        self._metrics.bytes_sent += len(data) * len(ranks)
-
-    def _receive(self) -> dict[str, Any]:
-        size = torch.zeros(1, dtype=torch.int64)
-        self._wait_for(size)
-        data = torch.zeros(int(size), dtype=torch.uint8)
-        for piece in torch.split(data, PIECE):
-            self._wait_for(piece)
-        state: dict[str, Any] = torch.load(io.BytesIO(data.numpy().tobytes()), weights_only=True, map_location="cpu")
-        return state
-
-    def _wait_for(self, tensor: Tensor) -> None:
-        transport = self._transport
-        transport.wait([transport.call(partial(transport.receive, tensor, 0, self._handing_over), self._handing)], self._handing)
 
     def _method(self) -> dict[str, Any]:
         return self._replica.runner.shared_state()
@@ -324,11 +297,8 @@ class Elastic:
             "model": [t.detach() for t in (*replica.model.parameters(), *replica.model.buffers())],
             "method": self._method(),
             "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
-            "positions": [sampler.position for sampler in self.samplers],
+            "positions": [sampler.position for sampler in self._samplers],
         }
-
-    def _take_over_method(self, state: dict[str, Any]) -> None:
-        self._replica.runner.take_over(state, is_own=False)
 
     def _take_over(self, state: dict[str, Any]) -> None:
         replica = self._replica
@@ -338,19 +308,16 @@ class Elastic:
         if self._optimizer is not None and state["optimizer"] is not None:
             self._optimizer.load_state_dict(state["optimizer"])
         replica.check_tensors()
-        self._take_over_method(state["method"])
+        replica.runner.take_over(state["method"], is_own=False)
         self._positions = state["positions"]
-        for sampler, position in zip(self.samplers, self._positions, strict=False):
+        for sampler, position in zip(self._samplers, self._positions, strict=False):
             sampler.position = position
 
-    # ---- data --------------------------------------------------------------------------------------------------------------------
-
-    _positions: list[int] = []  # of the samplers of the member whose state this node has taken over
-
     def add_sampler(self, sampler: MemberSampler) -> None:
-        if len(self.samplers) < len(self._positions):
-            sampler.position = self._positions[len(self.samplers)]
-        self.samplers.append(sampler)
+        """Let newcomers go on with this sampler where the members are."""
+        if len(self._samplers) < len(self._positions):
+            sampler.position = self._positions[len(self._samplers)]
+        self._samplers.append(sampler)
 
     # ---- what the coordinator hears ------------------------------------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, 
     if is_first and (left_out := sorted(set(state["others"]) - set(others))):
         names = ", ".join(f"{name} ({state['kinds'][name]})" for name in left_out)
         call = ", ".join(f"{name}={name}" for name in left_out)
-        warnings.warn(f"the saved state of {names} is not loaded, and starts anew: use rumor.load(folder, averager, {call})", stacklevel=2)
+        warnings.warn(f"the saved state of {names} is not loaded, and starts anew: use rumor.load(folder, averager, {call})", stacklevel=4)
     return state["position"]
 
 

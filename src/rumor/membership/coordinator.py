@@ -6,7 +6,6 @@ It carries no models and needs no torch. If it dies, members go on with whom the
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ class _Connection:
     uid: str | None = None
 
     def send(self, kind: str, values: Message) -> None:
-        with contextlib.suppress(OSError, RuntimeError):  # the reader notices that the connection has ended
+        if not self.writer.is_closing():  # else the reader notices that the connection has ended
             self.writer.write(encode(kind, **values))
 
 

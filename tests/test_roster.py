@@ -1,0 +1,231 @@
+"""Who the members are, decided without sockets and clocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rumor.membership.protocol import PROTOCOL, SILENCE, decode, parse_address
+from rumor.membership.roster import HUNG_LEAST, JOIN_WINDOW, START_GRACE, Roster
+
+BEGIN = max(START_GRACE, JOIN_WINDOW)
+
+
+class Room:
+    """A roster, and what it has told each node."""
+
+    def __init__(self, min_nodes: int = 1):
+        self.said: dict[str, list[tuple[str, dict[str, Any]]]] = {}
+        self.lines: list[str] = []
+        self.roster = Roster(lambda uid, kind, values: self.said.setdefault(uid, []).append((kind, values)), self.lines.append, min_nodes)
+        self.now = 0.0
+        self.roster.tick(self.now)
+
+    def hello(self, uid: str, epoch: int | None = None, members: tuple[str, ...] = (), setup: str = "x", **values: Any) -> None:
+        message = {"protocol": PROTOCOL, "uid": uid, "name": uid, "setup": {"model": setup}, "store": ["h", 1], "min_nodes": 1, "k": 0}
+        message |= {"timeout": None, "drop_slow": None, "epoch": epoch, "members": list(members), **values}
+        self.roster.hello(message, self.now)
+
+    def ready(self, uid: str, stage: str, k: int = 0, average: int = -1) -> None:
+        self.roster.ready(uid, {"k": k, "stage": stage, "schedule": [k, 0], "average": average}, self.now)
+
+    def beat(self, uid: str, k: int, computing: bool = True) -> None:
+        message = {"k": k, "computing": computing, "step_seconds": 0.1, "schedule": [k, 2]}
+        self.roster.beat(uid, message, self.now)
+
+    def later(self, seconds: float, *beating: str, k: int = 0, computing: bool = True) -> None:
+        """Let time pass in small parts. Those that are beating stay at step k."""
+        ends = self.now + seconds
+        while self.now < ends:
+            self.now = min(ends, self.now + 0.5)
+            for uid in beating:
+                self.beat(uid, k, computing)
+            self.roster.tick(self.now)
+
+    def last(self, uid: str, kind: str) -> dict[str, Any] | None:
+        return next((values for said, values in reversed(self.said.get(uid, [])) if said == kind), None)
+
+    def members(self, uid: str) -> list[str]:
+        """Return the members of the epoch that was last offered to this node; those that take over the state have a '+'."""
+        offer = self.last(uid, "epoch")
+        assert offer is not None, self.said.get(uid)
+        return [peer["name"] + "+" * (i >= offer["holders"]) for i, peer in enumerate(offer["members"])]
+
+    def began(self, *uids: str) -> Room:
+        for uid in uids:
+            self.hello(uid)
+            self.ready(uid, "join")
+        self.later(BEGIN, *uids)
+        assert self.members(uids[0]) == [uids[0], *(f"{uid}+" for uid in uids[1:])]
+        return self
+
+
+def test_all_start_from_the_first_once_nobody_else_comes() -> None:
+    room = Room()
+    room.hello("a")
+    room.ready("a", "join")
+    room.later(BEGIN - 0.5, "a")
+    room.hello("b")
+    room.ready("b", "join")
+    room.roster.tick(room.now)
+    assert room.last("a", "epoch") is None
+    room.later(JOIN_WINDOW, "a", "b")
+    assert room.members("a") == room.members("b") == ["a", "b+"]
+
+
+def test_survivors_meet_before_an_average_and_newcomers_come_in_after_it() -> None:
+    room = Room().began("a", "b", "c")
+    room.hello("d")
+    room.ready("d", "join")
+    assert room.last("a", "news") == {"newcomers": 1, "here": 4, "needed": 1}
+    room.roster.gone("b", "is lost", room.now)
+    assert room.last("a", "lost") == {"epoch": 1, "why": "b is lost"}
+    room.ready("a", "before", 5)
+    assert room.last("a", "epoch") == room.last("b", "epoch")  # still the first
+    room.ready("c", "before", 5)
+    assert room.members("c") == ["a", "c"]
+    room.ready("a", "after", 6)
+    room.ready("c", "after", 6)
+    assert room.members("d") == ["a", "c", "d+"]
+
+
+def test_if_newcomers_are_gone_again_the_members_stay_the_same() -> None:
+    room = Room().began("a", "b")
+    room.ready("a", "after", 6)
+    room.ready("b", "after", 6)
+    assert room.last("a", "same") == {}
+    assert room.roster.epoch is not None
+    assert room.roster.epoch.number == 1
+
+
+def test_one_that_missed_an_average_goes_on_alone_and_takes_over_the_methods_state_later() -> None:
+    room = Room().began("a", "b", "c")
+    room.beat("a", 5)
+    room.roster.gone("c", "is lost", room.now)
+    room.ready("b", "before", 5)
+    assert room.last("b", "passed") is None
+    room.beat("a", 7)  # it has completed the average of step 5
+    assert room.last("b", "passed") == {"schedule": [7, 2]}
+    room.ready("b", "before", 11, average=-1)
+    room.ready("a", "before", 11, average=5)
+    assert room.members("a") == ["a", "b"]
+    assert [peer["average"] for peer in room.last("b", "epoch")["members"]] == [5, -1]  # type: ignore[index]
+
+
+def test_one_that_missed_an_average_joins_again_if_the_others_wait() -> None:
+    room = Room().began("a", "b", "c")
+    room.roster.gone("c", "is lost", room.now)
+    room.ready("b", "before", 5)
+    room.ready("a", "after", 6, average=5)
+    assert room.members("b") == ["a", "b+"]
+
+
+def test_below_min_nodes_all_wait() -> None:
+    room = Room(min_nodes=2).began("a", "b")
+    room.roster.gone("b", "is lost", room.now)
+    room.ready("a", "before", 5)
+    assert len(room.members("a")) == 2
+    assert room.last("a", "news") == {"newcomers": 0, "here": 1, "needed": 2}
+    room.hello("c")
+    room.ready("c", "join")
+    assert room.members("a") == ["a"]  # it averages, and then lets c in
+    room.ready("a", "after", 6)
+    assert room.members("c") == ["a", "c+"]
+
+
+def test_the_job_ends_when_all_are_at_the_end() -> None:
+    room = Room().began("a", "b")
+    room.ready("a", "end", 10)
+    assert room.last("a", "over") is None
+    room.ready("b", "before", 10)  # its last average has failed
+    assert room.members("b") == ["a", "b+"]
+    assert room.last("b", "epoch")["at_end"]  # type: ignore[index]
+    room.ready("a", "end", 10)
+    room.ready("b", "end", 10)
+    assert room.last("a", "over") == {"k": 10}
+    room.hello("c")
+    assert "the job has ended at step 10" in room.last("c", "refused")["why"]  # type: ignore[index]
+
+
+def test_a_silent_node_is_lost_and_a_slow_one_is_not() -> None:
+    room = Room().began("a", "b", "c")
+    room.later(SILENCE + 1, "a", "b", k=3)
+    assert room.last("a", "lost") == {"epoch": 1, "why": "c is lost: it is silent"}
+    room.beat("a", 4, computing=False)
+    room.later(HUNG_LEAST - 5, "b", k=3)
+    assert not any("dropped" in line for line in room.lines if line.startswith("b"))
+
+
+@pytest.mark.parametrize(("options", "limit"), [({}, HUNG_LEAST), ({"timeout": 7.0}, 7.0), ({"drop_slow": 30.0}, 3.0)])
+def test_a_node_that_keeps_others_waiting_is_dropped(options: dict[str, float], limit: float) -> None:
+    room = Room()
+    for uid in "ab":
+        room.hello(uid, **options)
+        room.ready(uid, "join")
+    room.later(BEGIN, "a", "b")
+    for seconds, is_dropped in ((limit - 1.0, False), (2.0, True)):
+        ends = room.now + seconds
+        while room.now < ends:
+            room.now += 0.5
+            room.beat("a", 3, computing=False)
+            room.beat("b", 3, computing=True)
+            room.roster.tick(room.now)
+        assert (room.last("b", "dropped") is not None) == is_dropped
+    assert "b is dropped" in room.last("a", "lost")["why"]  # type: ignore[index]
+
+
+def test_members_that_all_wait_for_each_other_are_told_to_go_on() -> None:
+    room = Room().began("a", "b")
+    room.later(HUNG_LEAST + 2, "a", "b", k=3, computing=False)
+    assert "all members have waited for each other" in room.last("a", "lost")["why"]  # type: ignore[index]
+
+
+def test_a_coordinator_that_is_started_again_learns_who_the_members_are() -> None:
+    room = Room()
+    room.hello("new")
+    room.ready("new", "join")
+    room.hello("a", epoch=7, members=("a", "b", "c"))
+    room.hello("b", epoch=7, members=("a", "b", "c"))
+    room.later(BEGIN, "a", "b", "new")
+    assert room.last("new", "epoch") is None
+    room.later(SILENCE, "a", "b", "new")
+    assert "has not come back" in room.last("a", "lost")["why"]  # type: ignore[index]
+    room.ready("a", "before", 9)
+    room.ready("b", "before", 9)
+    assert room.members("b") == ["a", "b"]
+    assert room.last("a", "epoch")["number"] == 8  # type: ignore[index]
+    room.hello("c", epoch=7, members=("a", "b", "c"))
+    assert room.last("c", "dropped") == {"why": "the others went on without it"}
+
+
+def test_a_member_that_has_not_heard_of_its_epoch_is_left_out() -> None:
+    room = Room().began("a", "b", "c")
+    room.ready("a", "after", 6)
+    room.ready("b", "after", 6)
+    room.roster.gone("c", "is lost", room.now)
+    assert room.members("a") == ["a", "b"]
+    room.hello("b", epoch=1, members=("a", "b", "c"))
+    assert room.last("a", "lost")["epoch"] == 2  # type: ignore[index]
+    assert room.last("b", "dropped") is not None
+
+
+def test_a_stranger_is_refused_with_both_values() -> None:
+    room = Room().began("a")
+    room.hello("s", setup="y")
+    assert room.last("s", "refused") == {"why": "nodes disagree on the model: the others have x, this node has y"}
+    room.hello("t", protocol=0)
+    assert "version 1 of the protocol, this node version 0" in room.last("t", "refused")["why"]  # type: ignore[index]
+    assert list(room.roster.nodes) == ["a"]
+
+
+@pytest.mark.parametrize("text", ["", ":5", "host:port", "host:70000", "host:-1"])
+def test_a_wrong_address_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        parse_address(text)
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"a": 1}', b"\xff\xfe", b"[" * 100_000])
+def test_garbage_is_no_message(line: bytes) -> None:
+    with pytest.raises(ValueError, match="not a message of Rumor"):
+        decode(line)
