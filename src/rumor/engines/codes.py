@@ -16,6 +16,7 @@ in this file define the result.
 
 from __future__ import annotations
 
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from torch import Tensor
 
 BLOCK = 256  # numbers
 WIDTHS = (32, 16, 8, 4)  # 32: as they are
+RUN = 2048  # blocks
 
 Parts = tuple[Tensor, ...]  # what encodes N blocks: tensors [N, bytes]
 
@@ -56,18 +58,30 @@ class Code(ABC):
         """Number of bytes of d numbers."""
         return blocks_of(d) * sum(self.widths)
 
-    def encode(self, x: Tensor, out: Tensor) -> Tensor:
-        """Encode `x` [d] into the bytes `out`. Returns a number that is finite only if all of `x` is."""
+    def encode(self, x: Tensor, out: Parts, leave_rest: bool = False) -> Tensor:
+        """Encode `x` [d] into `out`. Returns a number that is finite only if all of `x` is.
+
+        With leave_rest=True, `x` becomes what the code leaves out: x - decode(encode(x)).
+        """
         parts, size = self.pack(as_blocks(x))
-        for place, part in zip(self.places(out), parts, strict=True):
-            place.copy_(part)
+        self._store(parts, out, x if leave_rest else None)
         return size
 
-    def decode(self, code: Tensor, out: Tensor) -> Tensor:
-        """Decode into `out` [d], of any float dtype."""
-        return out.copy_(self.unpack(tuple(self.places(code))).view(-1)[: out.numel()])
+    def _store(self, parts: Parts, out: Parts, x: Tensor | None) -> None:
+        """Copy `parts` to `out`, and subtract from `x` what they decode to."""
+        for place, part in zip(out, parts, strict=True):
+            place.copy_(part)
+        if x is not None:
+            x.sub_(self.unpack(parts).view(-1)[: x.numel()])
 
-    def weighted_sum(self, codes: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
+    def decode(self, code: Parts, out: Tensor) -> Tensor:
+        """Decode into `out` [d], of any float dtype."""
+        for rows in _runs(len(code[0]), out.device):
+            some = out[rows.start * BLOCK : rows.stop * BLOCK]
+            some.copy_(self.unpack(tuple(part[rows] for part in code)).view(-1)[: some.numel()])
+        return out
+
+    def weighted_sum(self, codes: Sequence[Parts], weights: Sequence[float], like: Tensor) -> Tensor:
         """Return sum_j weights_j decode(codes_j), with the shape and the dtype of `like` [d]."""
         total, one = torch.zeros_like(like), torch.empty_like(like)
         for code, weight in zip(codes, weights, strict=True):
@@ -81,13 +95,13 @@ class Code(ABC):
             return x
         return x.copy_(self.unpack(self.pack(as_blocks(x))[0]).view(*x.shape[:-1], -1)[..., : x.shape[-1]])
 
-    def places(self, code: Tensor) -> Sequence[Tensor]:
-        """Return where the parts are in a message."""
+    def places(self, code: Tensor) -> Parts:
+        """Return where the parts are in the bytes of a message."""
         count, at, places = code.numel() // sum(self.widths), 0, []
         for width in self.widths:
             places.append(code[at : at + count * width].view(count, width))
             at += count * width
-        return places
+        return tuple(places)
 
 
 class BFloat16(Code):
@@ -107,62 +121,94 @@ class BFloat16(Code):
         return x.copy_(x.float().bfloat16())
 
 
-class Levels8(Code):
+class Levels(Code):
+    """2^bits levels for each block."""
+
+    @abstractmethod
+    def code_of(self, scaled: Tensor, extremes: Tensor, powers: Tensor) -> Parts:
+        """Encode blocks [N, 256] that are divided by `powers` [N, 1], 2^e; `extremes` [N, 2] are their smallest and largest numbers."""
+
+    @abstractmethod
+    def sum_rows(self, codes: Sequence[Parts], weights: Tensor) -> Tensor:
+        """Return sum_j weights_j decode(codes_j) as blocks [N, 256] in float32, on a CPU."""
+
+    def pack(self, blocks: Tensor) -> tuple[Parts, Tensor]:
+        if (kernels := _triton(blocks.device)) is not None:
+            *parts, sizes = kernels.pack(blocks, self.bits)
+            return tuple(parts[: len(self.widths)]), sizes.amax()
+        extremes = _extremes(blocks)
+        powers, size = _powers(extremes)
+        factors = powers.reciprocal()
+        return self.code_of(blocks * factors, extremes.mul_(factors), powers), size
+
+    def encode(self, x: Tensor, out: Parts, leave_rest: bool = False) -> Tensor:
+        if x.device.type != "cpu":
+            return super().encode(x, out, leave_rest)
+        sizes = []
+        for rows in _runs(len(out[0]), x.device):
+            numbers = x[rows.start * BLOCK : rows.stop * BLOCK]
+            parts, size = self._pack_run(numbers)
+            self._store(parts, tuple(part[rows] for part in out), numbers if leave_rest else None)
+            sizes.append(size)
+        return sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax()
+
+    def _pack_run(self, numbers: Tensor) -> tuple[Parts, Tensor]:
+        """Do what `pack` does in memory that is there already, and copy nothing but the last block, to fill it up."""
+        whole = numbers.numel() // BLOCK * BLOCK
+        pieces = [as_blocks(part) for part in (numbers[:whole], numbers[whole:]) if part.numel()]
+        extremes = torch.cat([_extremes(blocks) for blocks in pieces])
+        powers, size = _powers(extremes)
+        factors = powers.reciprocal()
+        scaled = _of_thread.blocks[: len(powers)]
+        for blocks, *places in zip(pieces, *(torch.split(t, [len(blocks) for blocks in pieces]) for t in (factors, scaled)), strict=True):
+            torch.mul(blocks, places[0], out=places[1])
+        return self.code_of(scaled, extremes.mul_(factors), powers), size
+
+    def weighted_sum(self, codes: Sequence[Parts], weights: Sequence[float], like: Tensor) -> Tensor:
+        if like.device.type != "cpu" or like.dtype != torch.float32:
+            return super().weighted_sum(codes, weights, like)
+        return self.sum_rows(codes, _as_tensor(tuple(weights))).view(-1)[: like.numel()]
+
+
+class Levels8(Levels):
     """256 levels for each block; low and step in float32."""
 
     bits = 8
     widths = (BLOCK + 8,)
 
-    def pack(self, blocks: Tensor) -> tuple[Parts, Tensor]:
-        if (kernels := _triton(blocks.device)) is not None:
-            code, _, sizes = kernels.pack(blocks, self.bits)
-            return (code,), sizes.amax()
-        magnitudes = _magnitudes(blocks)
-        exponents = _exponents(magnitudes)
-        code = _on(blocks).pack8(blocks * _power(254 - exponents))
-        code.view(torch.float32)[:, BLOCK // 4 :].mul_(_power(exponents))
-        return (code,), magnitudes.amax()
+    def code_of(self, scaled: Tensor, extremes: Tensor, powers: Tensor) -> Parts:
+        code = _on(scaled).pack8(scaled)
+        code.view(torch.float32)[:, BLOCK // 4 :].mul_(powers)
+        return (code,)
 
     def unpack(self, parts: Parts) -> Tensor:
         (code,) = parts
         kernels = _triton(code.device)
         return _on(code).unpack8(code) if kernels is None else kernels.unpack(code, None, self.bits)
 
-    def weighted_sum(self, codes: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
-        if like.device.type != "cpu" or like.dtype != torch.float32:
-            return super().weighted_sum(codes, weights, like)
-        rows = [self.places(code)[0] for code in codes]
-        scales = torch.tensor(weights, dtype=torch.float32).repeat(len(rows[0]))
-        return _sum_rows(torch.ops.quantized.embedding_bag_byte_rowwise_offsets, rows, scales).view(-1)[: len(like)]
+    def sum_rows(self, codes: Sequence[Parts], weights: Tensor) -> Tensor:
+        rows = [code for (code,) in codes]
+        return _sum_rows(torch.ops.quantized.embedding_bag_byte_rowwise_offsets, rows, weights.repeat(len(rows[0])))
 
 
-class Levels4(Code):
+class Levels4(Levels):
     """16 levels for each block; low and step in float16, and the exponent as one byte."""
 
     bits = 4
     widths = (BLOCK // 2 + 4, 1)
 
-    def pack(self, blocks: Tensor) -> tuple[Parts, Tensor]:
-        if (kernels := _triton(blocks.device)) is not None:
-            *parts, sizes = kernels.pack(blocks, self.bits)
-            return tuple(parts), sizes.amax()
-        magnitudes = _magnitudes(blocks)
-        exponents = _exponents(magnitudes)
-        return (_on(blocks).pack4(blocks * _power(254 - exponents)), exponents.to(torch.uint8)), magnitudes.amax()
+    def code_of(self, scaled: Tensor, extremes: Tensor, powers: Tensor) -> Parts:
+        return _on(scaled).pack4(scaled, extremes), powers.view(torch.int32) >> 23
 
     def unpack(self, parts: Parts) -> Tensor:
         code, exponents = parts
         if (kernels := _triton(code.device)) is not None:
             return kernels.unpack(code, exponents, self.bits)
-        return _on(code).unpack4(code).mul_(_power(exponents.int()))
+        return _on(code).unpack4(code).mul_(_power(exponents))
 
-    def weighted_sum(self, codes: Sequence[Tensor], weights: Sequence[float], like: Tensor) -> Tensor:
-        if like.device.type != "cpu" or like.dtype != torch.float32:
-            return super().weighted_sum(codes, weights, like)
-        places = [self.places(code) for code in codes]
-        scales = _power(torch.cat([exponents for _, exponents in places], dim=1).int()).mul_(torch.tensor(weights, dtype=torch.float32))
-        summed = _sum_rows(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets, [code for code, _ in places], scales)
-        return summed.view(-1)[: len(like)]
+    def sum_rows(self, codes: Sequence[Parts], weights: Tensor) -> Tensor:
+        scales = _power(torch.cat([exponents for _, exponents in codes], dim=1)).mul_(weights)
+        return _sum_rows(torch.ops.quantized.embedding_bag_4bit_rowwise_offsets, [code for code, _ in codes], scales)
 
 
 CODES: dict[int, Code] = {code.bits: code for code in (BFloat16(), Levels8(), Levels4())}
@@ -205,6 +251,27 @@ def owned_by_each(sizes: Sequence[int], n: int) -> list[list[Owned]]:
     return shares
 
 
+class _OfThread(threading.local):
+    """Memory for the scaled blocks of one run. DDP's hook encodes in several threads."""
+
+    def __init__(self) -> None:
+        self.blocks = torch.empty(RUN, BLOCK, dtype=torch.float32, device="cpu")
+
+
+_of_thread = _OfThread()
+
+
+def _runs(blocks: int, device: torch.device) -> list[slice]:
+    """Cut blocks into runs that a CPU works on at a time. A GPU takes all at once."""
+    run = RUN if device.type == "cpu" else blocks
+    return [slice(start, min(start + run, blocks)) for start in range(0, blocks, run)]
+
+
+@lru_cache(maxsize=64)
+def _as_tensor(weights: tuple[float, ...]) -> Tensor:
+    return torch.tensor(weights, dtype=torch.float32, device="cpu")
+
+
 def _sum_rows(embedding_bag: Callable[..., Tensor], codes: list[Tensor], scales: Tensor) -> Tensor:
     """Return sum_j scales_j decode(codes_j), [N, 256], from J codes [N, bytes] and scales [N, J]: each block is a bag of J embeddings."""
     rows, starts = _bags(len(codes), len(codes[0]))
@@ -231,14 +298,26 @@ def _magnitudes(blocks: Tensor) -> Tensor:
     return torch.maximum(blocks.amax(dim=1, keepdim=True), -blocks.amin(dim=1, keepdim=True))
 
 
-def _exponents(magnitudes: Tensor) -> Tensor:
-    """Return the exponents of float32 numbers as float32 stores them: e + 127, within 1 and 253, so that 2^e and 2^-e are not denormal."""
-    return (magnitudes.view(torch.int32) >> 23).clamp_(1, 253)
+def _extremes(blocks: Tensor) -> Tensor:
+    """Return the smallest and the largest number of each block, [N, 2]. NaN if it holds one."""
+    return torch.cat([blocks.amin(dim=1, keepdim=True), blocks.amax(dim=1, keepdim=True)], dim=1)
+
+
+def _powers(extremes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 2^e of each block, [N, 1], and a number that is finite only if all `extremes` are.
+
+    e is the exponent of the largest magnitude as float32 stores it, within -126 and 126, so that 2^e and 2^-e are not denormal.
+    """
+    powers = extremes.abs().amax(dim=1, keepdim=True)
+    bits = powers.view(torch.int32).bitwise_and_(0xFF << 23)  # the exponent's: `powers` are powers of 2 now, infinite if not finite before
+    size = powers.amax()
+    bits.clamp_(1 << 23, 253 << 23)
+    return powers, size
 
 
 def _power(exponents: Tensor) -> Tensor:
     """Return 2^e for e + 127, exactly."""
-    return (exponents << 23).view(torch.float32)
+    return (exponents.int() << 23).view(torch.float32)
 
 
 # ---- the definition ----------------------------------------------------------------------------------------------------------------
@@ -249,7 +328,8 @@ class Kernels(ABC):
 
     pack8: Callable[[Tensor], Tensor]  # [N, 256] float32 -> [N, 264]
     unpack8: Callable[[Tensor], Tensor]
-    pack4: Callable[[Tensor], Tensor]  # [N, 256] float32 -> [N, 132]; the first number of two is in the lower half of a byte
+    # blocks and their extremes -> [N, 132]; the first number of two is in the lower half of a byte
+    pack4: Callable[[Tensor, Tensor], Tensor]
     unpack4: Callable[[Tensor], Tensor]
 
 
@@ -269,9 +349,10 @@ class Plain(Kernels):
         return code[:, :BLOCK].float() * scales[:, :1] + scales[:, 1:]
 
     @staticmethod
-    def pack4(blocks: Tensor) -> Tensor:
-        low = blocks.amin(dim=1, keepdim=True).half()
-        step = ((blocks.amax(dim=1, keepdim=True) - low.float()) / 15).half()
+    def pack4(blocks: Tensor, extremes: Tensor) -> Tensor:
+        lowest, highest = extremes[:, :1], extremes[:, 1:]
+        low = lowest.half()
+        step = ((highest - low.float()) / 15).half()
         step = torch.where(step == 0, 1.0, step)  # all numbers are `low`
         codes = ((blocks - low.float()) * (1 / step.float())).round_().clamp_(0, 15).to(torch.uint8)
         pairs = codes[:, 0::2] | codes[:, 1::2] << 4
@@ -290,7 +371,11 @@ class Rowwise(Kernels):
 
     pack8 = staticmethod(torch.ops.quantized.embedding_bag_byte_prepack)
     unpack8 = staticmethod(torch.ops.quantized.embedding_bag_byte_unpack)
-    pack4 = staticmethod(torch.ops.quantized.embedding_bag_4bit_prepack)
+    pack4 = staticmethod(
+        torch.ops.quantized.embedding_bag_4bit_prepack_with_rowwise_min_max
+        if hasattr(torch.ops.quantized, "embedding_bag_4bit_prepack_with_rowwise_min_max")
+        else lambda blocks, _: torch.ops.quantized.embedding_bag_4bit_prepack(blocks)  # before torch 2.7
+    )
     unpack4 = staticmethod(torch.ops.quantized.embedding_bag_4bit_unpack)
 
 

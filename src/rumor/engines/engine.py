@@ -88,6 +88,12 @@ class Buffer:
 
     tensor: Tensor  # [*nodes, d]
 
+    def less(self, minus: Tensor | None) -> Buffer:
+        """Subtract `minus`, if it is given, in place."""
+        if minus is not None:
+            self.tensor.sub_(minus)
+        return self
+
 
 def tensor_of(x: Buffer | Tensor) -> Tensor:
     return x.tensor if isinstance(x, Buffer) else x
@@ -193,8 +199,8 @@ class Buckets(Protocol):
         """Lend bucket b as it is now, to be sent and waited for before the model changes."""
         ...
 
-    def copy(self, b: int) -> Buffer:
-        """Copy bucket b as it is now."""
+    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
+        """Copy bucket b as it is now, less `minus` [*nodes, d_b] if it is given. The result has the dtype of the bucket."""
         ...
 
     def peek(self, b: int) -> Tensor:
@@ -228,9 +234,9 @@ class JoinedBuckets:
         part, own = self._places[b]
         return part.read(own)
 
-    def copy(self, b: int) -> Buffer:
+    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
         part, own = self._places[b]
-        return part.copy(own)
+        return part.copy(own, minus)
 
     def peek(self, b: int) -> Tensor:
         part, own = self._places[b]

@@ -37,12 +37,12 @@ class StackedBuckets:
     def read(self, b: int) -> Buffer:
         return self._live[b]
 
-    def copy(self, b: int) -> Buffer:
+    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
         live, copy = self._live[b].tensor, self._copies[b]
         if copy is None:
             copy = self._copies[b] = Buffer(torch.empty_like(live))
         copy.tensor.copy_(live)
-        return copy
+        return copy.less(minus)
 
     def peek(self, b: int) -> Tensor:
         return self._live[b].tensor
@@ -79,14 +79,15 @@ class PackedBuckets:
     def __len__(self) -> int:
         return 1
 
-    def copy(self, b: int) -> Buffer:
+    def read(self, b: int) -> Buffer:
         if self._copy is None:
             self._copy = Buffer(self.peek(b))
         else:
             torch.cat(self._tensors, dim=-1, out=self._copy.tensor)
         return self._copy
 
-    read = copy
+    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
+        return self.read(b).less(minus)
 
     def peek(self, b: int) -> Tensor:
         return torch.cat(self._tensors, dim=-1)
