@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from itertools import accumulate
@@ -30,7 +30,9 @@ from torch import Tensor
 
 BLOCK = 256  # numbers
 WIDTHS = (32, 16, 8, 4)  # 32: as they are
-RUN = 2048  # blocks
+# On a CPU, so many blocks are encoded and decoded at a time. Fewer mean more calls. More need temporary memory that is so large that the
+# system maps it anew every time: 4 microseconds a block.
+ENCODED, DECODED = 2048, 1024
 
 Parts = tuple[Tensor, ...]  # what encodes N blocks: tensors [N, bytes]
 
@@ -67,18 +69,18 @@ class Code(ABC):
         self._store(parts, out, x if leave_rest else None)
         return size
 
-    def _store(self, parts: Parts, out: Parts, x: Tensor | None) -> None:
+    def _store(self, parts: Parts, out: Sequence[Tensor], x: Tensor | None) -> None:
         """Copy `parts` to `out`, and subtract from `x` what they decode to."""
         for place, part in zip(out, parts, strict=True):
             place.copy_(part)
         if x is not None:
-            x.sub_(self.unpack(parts).view(-1)[: x.numel()])
+            for numbers, *some in _runs(DECODED, x, parts):
+                numbers.sub_(self.unpack(tuple(some)).view(-1)[: numbers.numel()])
 
     def decode(self, code: Parts, out: Tensor) -> Tensor:
         """Decode into `out` [d], of any float dtype."""
-        for rows in _runs(len(code[0]), out.device):
-            some = out[rows.start * BLOCK : rows.stop * BLOCK]
-            some.copy_(self.unpack(tuple(part[rows] for part in code)).view(-1)[: some.numel()])
+        for numbers, *some in _runs(DECODED, out, code):
+            numbers.copy_(self.unpack(tuple(some)).view(-1)[: numbers.numel()])
         return out
 
     def weighted_sum(self, codes: Sequence[Parts], weights: Sequence[float], like: Tensor) -> Tensor:
@@ -145,23 +147,26 @@ class Levels(Code):
         if x.device.type != "cpu":
             return super().encode(x, out, leave_rest)
         sizes = []
-        for rows in _runs(len(out[0]), x.device):
-            numbers = x[rows.start * BLOCK : rows.stop * BLOCK]
+        for numbers, *places in _runs(ENCODED, x, out):
             parts, size = self._pack_run(numbers)
-            self._store(parts, tuple(part[rows] for part in out), numbers if leave_rest else None)
+            self._store(parts, places, numbers if leave_rest else None)
             sizes.append(size)
         return sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax()
 
     def _pack_run(self, numbers: Tensor) -> tuple[Parts, Tensor]:
         """Do what `pack` does in memory that is there already, and copy nothing but the last block, to fill it up."""
-        whole = numbers.numel() // BLOCK * BLOCK
-        pieces = [as_blocks(part) for part in (numbers[:whole], numbers[whole:]) if part.numel()]
-        extremes = torch.cat([_extremes(blocks) for blocks in pieces])
+        missing, whole = -numbers.numel() % BLOCK, numbers.numel() // BLOCK
+        if missing:
+            blocks, last = as_blocks(numbers[: whole * BLOCK]), as_blocks(numbers[whole * BLOCK :])
+            extremes = torch.cat([_extremes(blocks), _extremes(last)])
+        else:
+            blocks = as_blocks(numbers)
+            extremes = _extremes(blocks)
         powers, size = _powers(extremes)
-        factors = powers.reciprocal()
-        scaled = _of_thread.blocks[: len(powers)]
-        for blocks, *places in zip(pieces, *(torch.split(t, [len(blocks) for blocks in pieces]) for t in (factors, scaled)), strict=True):
-            torch.mul(blocks, places[0], out=places[1])
+        factors, scaled = powers.reciprocal(), _of_thread.blocks[: len(powers)]
+        torch.mul(blocks, factors[:whole], out=scaled[:whole])
+        if missing:
+            torch.mul(last, factors[whole:], out=scaled[whole:])
         return self.code_of(scaled, extremes.mul_(factors), powers), size
 
     def weighted_sum(self, codes: Sequence[Parts], weights: Sequence[float], like: Tensor) -> Tensor:
@@ -255,16 +260,17 @@ class _OfThread(threading.local):
     """Memory for the scaled blocks of one run. DDP's hook encodes in several threads."""
 
     def __init__(self) -> None:
-        self.blocks = torch.empty(RUN, BLOCK, dtype=torch.float32, device="cpu")
+        self.blocks = torch.empty(ENCODED, BLOCK, dtype=torch.float32, device="cpu")
 
 
 _of_thread = _OfThread()
 
 
-def _runs(blocks: int, device: torch.device) -> list[slice]:
-    """Cut blocks into runs that a CPU works on at a time. A GPU takes all at once."""
-    run = RUN if device.type == "cpu" else blocks
-    return [slice(start, min(start + run, blocks)) for start in range(0, blocks, run)]
+def _runs(blocks: int, x: Tensor, parts: Parts) -> Iterator[tuple[Tensor, ...]]:
+    """Cut numbers x [d] and the parts of their code into runs of so many blocks, one after the other. A GPU takes all at once."""
+    if x.device.type != "cpu":
+        return iter([(x, *parts)])
+    return zip(torch.split(x, blocks * BLOCK), *(torch.split(part, blocks) for part in parts), strict=True)
 
 
 @lru_cache(maxsize=64)
