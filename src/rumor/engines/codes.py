@@ -11,27 +11,27 @@ With 4 bits, `low` and `step` travel in float16. The exponent keeps them accurat
 With 16 bits, numbers travel as bfloat16. Codes of float64 numbers are those of the nearest float32.
 
 On a CPU, torch's own row-wise operators for embeddings (fbgemm's vector code) do the work; on a GPU, Triton kernels. The plain functions
-in this file define the result.
+in code_kernels.py define the result.
 """
 
 from __future__ import annotations
 
 import threading
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, lru_cache
-from importlib.util import find_spec
+from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-BLOCK = 256  # numbers
+from rumor.engines.code_kernels import BLOCK as BLOCK
+from rumor.engines.code_kernels import kernels_on, triton_on
+
 WIDTHS = (32, 16, 8, 4)  # 32: as they are
-# On a CPU, so many blocks are encoded and decoded at a time. Fewer mean more calls. More need temporary memory that is so large that the
-# system maps it anew every time: 4 microseconds a block.
+# On a CPU, so many blocks are encoded or decoded at a time. Fewer of them mean more calls. With more, the temporary tensors of torch's
+# operators are so large that the system may map their memory anew every time, which takes longer than the work itself.
 ENCODED, DECODED = 2048, 1024
 
 Parts = tuple[Tensor, ...]  # what encodes N blocks: tensors [N, bytes]
@@ -92,7 +92,7 @@ class Code(ABC):
 
     def round_trip(self, x: Tensor) -> Tensor:
         """x <- decode(encode(x)), for every row of x [..., d]."""
-        if (kernels := _triton(x.device)) is not None and x.is_contiguous():
+        if (kernels := triton_on(x.device)) is not None and x.is_contiguous():
             kernels.round_trip(x, self.bits)
             return x
         return x.copy_(self.unpack(self.pack(as_blocks(x))[0]).view(*x.shape[:-1], -1)[..., : x.shape[-1]])
@@ -135,7 +135,7 @@ class Levels(Code):
         """Return sum_j weights_j decode(codes_j) as blocks [N, 256] in float32, on a CPU."""
 
     def pack(self, blocks: Tensor) -> tuple[Parts, Tensor]:
-        if (kernels := _triton(blocks.device)) is not None:
+        if (kernels := triton_on(blocks.device)) is not None:
             *parts, sizes = kernels.pack(blocks, self.bits)
             return tuple(parts[: len(self.widths)]), sizes.amax()
         extremes = _extremes(blocks)
@@ -182,14 +182,14 @@ class Levels8(Levels):
     widths = (BLOCK + 8,)
 
     def code_of(self, scaled: Tensor, extremes: Tensor, powers: Tensor) -> Parts:
-        code = _on(scaled).pack8(scaled)
+        code = kernels_on(scaled).pack8(scaled)
         code.view(torch.float32)[:, BLOCK // 4 :].mul_(powers)
         return (code,)
 
     def unpack(self, parts: Parts) -> Tensor:
         (code,) = parts
-        kernels = _triton(code.device)
-        return _on(code).unpack8(code) if kernels is None else kernels.unpack(code, None, self.bits)
+        kernels = triton_on(code.device)
+        return kernels_on(code).unpack8(code) if kernels is None else kernels.unpack(code, None, self.bits)
 
     def sum_rows(self, codes: Sequence[Parts], weights: Tensor) -> Tensor:
         rows = [code for (code,) in codes]
@@ -203,13 +203,13 @@ class Levels4(Levels):
     widths = (BLOCK // 2 + 4, 1)
 
     def code_of(self, scaled: Tensor, extremes: Tensor, powers: Tensor) -> Parts:
-        return _on(scaled).pack4(scaled, extremes), powers.view(torch.int32) >> 23
+        return kernels_on(scaled).pack4(scaled, extremes), powers.view(torch.int32) >> 23  # one byte in a message
 
     def unpack(self, parts: Parts) -> Tensor:
         code, exponents = parts
-        if (kernels := _triton(code.device)) is not None:
+        if (kernels := triton_on(code.device)) is not None:
             return kernels.unpack(code, exponents, self.bits)
-        return _on(code).unpack4(code).mul_(_power(exponents))
+        return kernels_on(code).unpack4(code).mul_(_power(exponents))
 
     def sum_rows(self, codes: Sequence[Parts], weights: Tensor) -> Tensor:
         scales = _power(torch.cat([exponents for _, exponents in codes], dim=1)).mul_(weights)
@@ -267,10 +267,14 @@ _of_thread = _OfThread()
 
 
 def _runs(blocks: int, x: Tensor, parts: Parts) -> Iterator[tuple[Tensor, ...]]:
-    """Cut numbers x [d] and the parts of their code into runs of so many blocks, one after the other. A GPU takes all at once."""
-    if x.device.type != "cpu":
-        return iter([(x, *parts)])
-    return zip(torch.split(x, blocks * BLOCK), *(torch.split(part, blocks) for part in parts), strict=True)
+    """Cut numbers x [d] and the parts of their code into runs of so many blocks. A GPU takes all at once."""
+    count = len(parts[0])
+    if count <= blocks or x.device.type != "cpu":
+        yield x, *parts
+        return
+    for start in range(0, count, blocks):
+        end = start + blocks
+        yield x[start * BLOCK : end * BLOCK], *(part[start:end] for part in parts)
 
 
 @lru_cache(maxsize=64)
@@ -324,90 +328,3 @@ def _powers(extremes: Tensor) -> tuple[Tensor, Tensor]:
 def _power(exponents: Tensor) -> Tensor:
     """Return 2^e for e + 127, exactly."""
     return (exponents.int() << 23).view(torch.float32)
-
-
-# ---- the definition ----------------------------------------------------------------------------------------------------------------
-
-
-class Kernels(ABC):
-    """Encodes and decodes blocks of numbers below 4, in the layout of torch's row-wise operators: codes, then step, then low."""
-
-    pack8: Callable[[Tensor], Tensor]  # [N, 256] float32 -> [N, 264]
-    unpack8: Callable[[Tensor], Tensor]
-    # blocks and their extremes -> [N, 132]; the first number of two is in the lower half of a byte
-    pack4: Callable[[Tensor, Tensor], Tensor]
-    unpack4: Callable[[Tensor], Tensor]
-
-
-class Plain(Kernels):
-    """The definition, in plain torch."""
-
-    @staticmethod
-    def pack8(blocks: Tensor) -> Tensor:
-        low = blocks.amin(dim=1, keepdim=True)
-        spread = blocks.amax(dim=1, keepdim=True) - low
-        codes = ((blocks - low) * (255 / (spread + 1e-8))).round_().clamp_(0, 255).to(torch.uint8)
-        return torch.cat([codes, torch.cat([spread / 255, low], dim=1).view(torch.uint8)], dim=1)
-
-    @staticmethod
-    def unpack8(code: Tensor) -> Tensor:
-        scales = code[:, BLOCK:].contiguous().view(torch.float32)  # step, low
-        return code[:, :BLOCK].float() * scales[:, :1] + scales[:, 1:]
-
-    @staticmethod
-    def pack4(blocks: Tensor, extremes: Tensor) -> Tensor:
-        lowest, highest = extremes[:, :1], extremes[:, 1:]
-        low = lowest.half()
-        step = ((highest - low.float()) / 15).half()
-        step = torch.where(step == 0, 1.0, step)  # all numbers are `low`
-        codes = ((blocks - low.float()) * (1 / step.float())).round_().clamp_(0, 15).to(torch.uint8)
-        pairs = codes[:, 0::2] | codes[:, 1::2] << 4
-        return torch.cat([pairs, torch.cat([step, low], dim=1).view(torch.uint8)], dim=1)
-
-    @staticmethod
-    def unpack4(code: Tensor) -> Tensor:
-        scales = code[:, BLOCK // 2 :].contiguous().view(torch.float16).float()  # step, low
-        pairs = code[:, : BLOCK // 2]
-        codes = torch.stack([pairs & 15, pairs >> 4], dim=2).view(-1, BLOCK)
-        return codes.float() * scales[:, :1] + scales[:, 1:]
-
-
-class Rowwise(Kernels):
-    """torch's operators for embedding tables, on a CPU."""
-
-    pack8 = staticmethod(torch.ops.quantized.embedding_bag_byte_prepack)
-    unpack8 = staticmethod(torch.ops.quantized.embedding_bag_byte_unpack)
-    pack4 = staticmethod(
-        torch.ops.quantized.embedding_bag_4bit_prepack_with_rowwise_min_max
-        if hasattr(torch.ops.quantized, "embedding_bag_4bit_prepack_with_rowwise_min_max")
-        else lambda blocks, _: torch.ops.quantized.embedding_bag_4bit_prepack(blocks)  # before torch 2.7
-    )
-    unpack4 = staticmethod(torch.ops.quantized.embedding_bag_4bit_unpack)
-
-
-def _on(x: Tensor) -> type[Kernels]:
-    return Rowwise if x.device.type == "cpu" else Plain
-
-
-class TritonCodes(Protocol):
-    """The functions of triton_codes.py."""
-
-    def round_trip(self, x: Tensor, bits: int) -> None: ...
-    def pack(self, blocks: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]: ...
-    def unpack(self, code: Tensor, exponents: Tensor | None, bits: int) -> Tensor: ...
-
-
-@cache
-def _triton(device: torch.device) -> TritonCodes | None:
-    """Return the Triton kernels, if there are any for this device and they can be built. Warns once if they can't."""
-    if device.type != "cuda" or find_spec("triton") is None:
-        return None
-    from rumor.engines import triton_codes
-
-    try:
-        triton_codes.round_trip(torch.zeros(1, device=device), 4)
-    except Exception as error:  # Triton and the compiler behind it raise all sorts of errors
-        reason = str(error).strip().split("\n")[-1] or type(error).__name__
-        warnings.warn(f"Triton can't build its kernels here ({reason}): codes will take several passes over memory", stacklevel=2)
-        return None
-    return triton_codes

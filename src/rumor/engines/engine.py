@@ -283,6 +283,13 @@ def gossip_all(engine: Engine, xs: Iterable[Buffer], topology: Topology, k: int,
     return sent, pending
 
 
+def check_coded(bits: int, scalars: Tensor | None, own: bool) -> None:
+    """Refuse what a gossip step with codes can't do, since it mixes changes."""
+    if bits < 32 and (scalars is not None or not own):
+        given = "scalars" if scalars is not None else "own=False"
+        raise ValueError(f"gossip with bits={bits} takes no {given}: it mixes changes of the model alone. Use bits=32 for {given}")
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype for sums: float32 for half precision."""
     return torch.promote_types(dtype, torch.float32)

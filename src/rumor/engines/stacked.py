@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 
 from rumor.engines.codes import CODES, owned_by_each
-from rumor.engines.engine import NO_SCALARS, Arrived, Buffer, FiniteCheck, Lerp, Mixed, Pending, accumulator, sum_of_squares, tensor_of
+from rumor.engines.engine import (
+    NO_SCALARS,
+    Arrived,
+    Buffer,
+    FiniteCheck,
+    Lerp,
+    Mixed,
+    Pending,
+    accumulator,
+    check_coded,
+    sum_of_squares,
+    tensor_of,
+)
 from rumor.metrics import Metrics
 from rumor.topology import Topology
 from rumor.topology.matrix import Matrix
@@ -128,6 +140,7 @@ class Stacked:
     def gossip(
         self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, bits: int = 32
     ) -> Pending:
+        check_coded(bits, scalars, own)
         x = tensor_of(x)
         operator = self._operator(topology, k % topology.period, own, self._trials(x), x)
         self.metrics.bytes_sent += operator.links * _nbytes(x, bits) // self.n

@@ -141,7 +141,7 @@ class _Bucket:
         self.one_pass = _one_pass(pieces)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        parts = zip(torch.split(flat, self.sizes), self.shapes, strict=True)
+        parts = zip(torch.split_with_sizes(flat, self.sizes), self.shapes, strict=True)  # torch.split is the same in Python
         return [part if shape is None else part.view(shape) for part, shape in parts]
 
 
