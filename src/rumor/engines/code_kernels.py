@@ -66,7 +66,7 @@ class Rowwise(Kernels):
     pack4 = staticmethod(
         torch.ops.quantized.embedding_bag_4bit_prepack_with_rowwise_min_max
         if hasattr(torch.ops.quantized, "embedding_bag_4bit_prepack_with_rowwise_min_max")
-        else lambda blocks, _: torch.ops.quantized.embedding_bag_4bit_prepack(blocks)  # before torch 2.7
+        else lambda blocks, _: torch.ops.quantized.embedding_bag_4bit_prepack(blocks)  # older versions of torch
     )
     unpack4 = staticmethod(torch.ops.quantized.embedding_bag_4bit_unpack)
 
