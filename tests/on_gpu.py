@@ -187,9 +187,9 @@ def codes_on_the_gpu_are_those_of_the_cpu() -> None:
             for device in ("cpu", "cuda"):
                 on = part.to(device)
                 message = torch.zeros(code.nbytes(d), dtype=torch.uint8, device=device)
-                assert code.encode(on, message).isfinite()
+                assert code.encode(on, code.places(message)).isfinite()
                 messages.append(message.cpu())
-                decoded.append(code.decode(message, torch.empty_like(on)).cpu())
+                decoded.append(code.decode(code.places(message), torch.empty_like(on)).cpu())
             step = (part.max() - part.min()).item() / (2**bits - 1)
             assert (messages[0] != messages[1]).float().mean() <= (1e-3 if bits < 16 else 0), (bits, size, d)
             assert (decoded[0] - decoded[1]).abs().max() <= (1.01 * step if bits < 16 else 0), (bits, size, d)
@@ -197,7 +197,7 @@ def codes_on_the_gpu_are_those_of_the_cpu() -> None:
         assert torch.equal(code.round_trip(x[:, : d // 2].cuda()), code.round_trip(x[:, : d // 2].cuda().contiguous()))
         bad = x[0].cuda()
         bad[d // 3] = float("nan")
-        assert not code.encode(bad, torch.zeros(code.nbytes(d), dtype=torch.uint8, device=CUDA)).isfinite()
+        assert not code.encode(bad, code.places(torch.zeros(code.nbytes(d), dtype=torch.uint8, device=CUDA))).isfinite()
     x = torch.randn(32, 2_000_000, device=CUDA)
     times = {bits: seconds(lambda bits=bits: CODES[bits].round_trip(x)) for bits in CODES}  # type: ignore[misc]
     copy = seconds(lambda: x.clone())

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import rumor
-from rumor.engines import StackedBuckets, codes
+from rumor.engines import Engine, StackedBuckets, codes
+from rumor.engines.code_kernels import Plain
 from rumor.engines.codes import BLOCK, CODES, blocks_of, owned_by_each
+from rumor.engines.processes.process_group import ProcessGroup
 from rumor.methods import Nodes
 from tests.cluster import Cluster
 from tests.problems import N, flat
@@ -66,7 +68,7 @@ def test_torchs_operators_give_what_the_definition_gives(bits: int, size: float,
     x = torch.cat([torch.randn(300, BLOCK) * size, torch.stack(list(BLOCKS.values())) * min(size, 0.4)])
     found, _ = CODES[bits].pack(x)
     decoded = CODES[bits].unpack(found)
-    monkeypatch.setattr(codes, "_on", lambda _: codes.Plain)
+    monkeypatch.setattr(codes, "kernels_on", lambda _: Plain)
     defined, _ = CODES[bits].pack(x)
     if bits == 4:
         assert all(torch.equal(a, b) for a, b in zip(found, defined, strict=True))
@@ -83,8 +85,8 @@ def test_torchs_operators_give_what_the_definition_gives(bits: int, size: float,
 def test_a_message_holds_what_the_round_trip_gives(bits: int, d: int, dtype: torch.dtype) -> None:
     code, x = CODES[bits], torch.randn(3, d).to(dtype)
     message = torch.zeros(code.nbytes(d), dtype=torch.uint8)
-    assert code.encode(x[1], message).isfinite()
-    decoded = code.decode(message, torch.empty(d, dtype=dtype))
+    assert code.encode(x[1], code.places(message)).isfinite()
+    decoded = code.decode(code.places(message), torch.empty(d, dtype=dtype))
     assert torch.equal(decoded, code.round_trip(x.clone())[1]), "each row has blocks of its own"
     assert len(message) <= (bits / 8 + 0.05) * BLOCK * blocks_of(d)
 
@@ -92,9 +94,23 @@ def test_a_message_holds_what_the_round_trip_gives(bits: int, d: int, dtype: tor
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("bits", BITS)
 def test_a_number_that_is_not_finite_does_not_hide(bits: int, bad: float) -> None:
-    x = torch.randn(1000)
+    code, x = CODES[bits], torch.randn(1000)
     x[700] = bad
-    assert not CODES[bits].encode(x, torch.zeros(CODES[bits].nbytes(1000), dtype=torch.uint8)).isfinite()
+    assert not code.encode(x, code.places(torch.zeros(code.nbytes(1000), dtype=torch.uint8))).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bits", BITS)
+def test_a_long_message_is_encoded_in_runs_like_a_short_one(bits: int, dtype: torch.dtype) -> None:
+    code, x = CODES[bits], torch.randn(2 * codes.ENCODED * BLOCK + 300, dtype=dtype)
+    parts, rest = code.places(torch.zeros(code.nbytes(len(x)), dtype=torch.uint8)), x.clone()
+    code.encode(rest, parts, leave_rest=True)
+    expected, _ = code.pack(codes.as_blocks(x))
+    assert all(torch.equal(found, part) for found, part in zip(parts, expected, strict=True))
+    assert torch.equal(rest, x - code.decode(parts, torch.empty_like(x)))
+    assert torch.equal(code.decode(parts, torch.empty_like(x)), code.round_trip(x.clone()))
+    x[-1] = torch.nan
+    assert not code.encode(x, parts).isfinite()
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 50])
@@ -242,6 +258,27 @@ def test_what_codes_can_not_do_is_refused_with_a_reason() -> None:
     for bits in (0, 1, 2, 5, 64, 4.5, "4", True, None):
         with pytest.raises(ValueError, match="bits must be 32, 16, 8 or 4, got"):
             rumor.parallel_sgd(bits=bits)
+
+
+def refusals(engine: Engine, x: Tensor) -> list[str]:
+    """What an engine says to codes with scalars, and to codes without the node's own part."""
+    said = []
+    for options in ({"scalars": torch.zeros(*x.shape[:-1], 1)}, {"own": False}):
+        with pytest.raises(ValueError, match="bits=4 takes no") as error:
+            engine.gossip(x, rumor.ring(4), 0, bits=4, **options)  # type: ignore[arg-type]
+        said.append(str(error.value))
+    return said
+
+
+def refusals_of_a_rank(rank: int) -> list[str]:
+    return refusals(ProcessGroup(), torch.zeros(300))
+
+
+def test_gossip_with_codes_refuses_scalars_and_to_leave_out_the_own_part(four: Cluster) -> None:
+    scalars, own = refusals(rumor.Stacked(4), torch.zeros(4, 300))
+    assert "Use bits=32 for scalars" in scalars
+    assert "Use bits=32 for own=False" in own
+    assert four.run(refusals_of_a_rank) == [[scalars, own]] * 4
 
 
 def test_the_number_of_bits_is_part_of_the_method() -> None:

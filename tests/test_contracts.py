@@ -52,6 +52,15 @@ def test_read_copy_and_peek_give_the_values(case: Case) -> None:
         assert torch.equal(tensor, values.expand_as(tensor))
 
 
+def test_copy_can_subtract_on_the_way(case: Case) -> None:
+    values, x, model = case
+    minus = torch.full_like(x.peek(0), 3.0)
+    found = x.copy(0, minus=minus).tensor
+    assert torch.equal(found, (values - 3).expand_as(found))
+    assert torch.equal(model(), values)
+    assert (minus == 3.0).all()
+
+
 def test_what_copy_returns_may_be_changed(case: Case) -> None:
     values, x, model = case
     x.copy(0).tensor.fill_(-1.0)

@@ -11,7 +11,19 @@ import torch
 from torch import Tensor
 
 from rumor.engines.codes import CODES, owned_by_each
-from rumor.engines.engine import NO_SCALARS, Arrived, Buffer, FiniteCheck, Lerp, Mixed, Pending, accumulator, sum_of_squares, tensor_of
+from rumor.engines.engine import (
+    NO_SCALARS,
+    Arrived,
+    Buffer,
+    FiniteCheck,
+    Lerp,
+    Mixed,
+    Pending,
+    accumulator,
+    check_coded,
+    sum_of_squares,
+    tensor_of,
+)
 from rumor.metrics import Metrics
 from rumor.topology import Topology
 from rumor.topology.matrix import Matrix
@@ -37,12 +49,12 @@ class StackedBuckets:
     def read(self, b: int) -> Buffer:
         return self._live[b]
 
-    def copy(self, b: int) -> Buffer:
+    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
         live, copy = self._live[b].tensor, self._copies[b]
         if copy is None:
             copy = self._copies[b] = Buffer(torch.empty_like(live))
         copy.tensor.copy_(live)
-        return copy
+        return copy.less(minus)
 
     def peek(self, b: int) -> Tensor:
         return self._live[b].tensor
@@ -79,14 +91,15 @@ class PackedBuckets:
     def __len__(self) -> int:
         return 1
 
-    def copy(self, b: int) -> Buffer:
+    def read(self, b: int) -> Buffer:
         if self._copy is None:
             self._copy = Buffer(self.peek(b))
         else:
             torch.cat(self._tensors, dim=-1, out=self._copy.tensor)
         return self._copy
 
-    read = copy
+    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
+        return self.read(b).less(minus)
 
     def peek(self, b: int) -> Tensor:
         return torch.cat(self._tensors, dim=-1)
@@ -127,6 +140,7 @@ class Stacked:
     def gossip(
         self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, bits: int = 32
     ) -> Pending:
+        check_coded(bits, scalars, own)
         x = tensor_of(x)
         operator = self._operator(topology, k % topology.period, own, self._trials(x), x)
         self.metrics.bytes_sent += operator.links * _nbytes(x, bits) // self.n

@@ -146,15 +146,14 @@ class GossipPGA(Algorithm):
 
     def _difference(self, x: Buckets, engine: Engine, b: int, state: State) -> Buffer:
         """Return x - x_ref, in memory of its own, and in the dtype for sums: the code of a number in half precision need not be one."""
-        buffer = x.copy(b)
-        own = buffer.tensor
-        if own.dtype != accumulator(own.dtype):
-            if b not in state.wide_buffers:
-                state.wide_buffers[b] = engine.allocate(own.shape, accumulator(own.dtype), own.device)
-            buffer = state.wide_buffers[b]
-            buffer.tensor.copy_(own)
-        buffer.tensor.sub_(state.buckets["x_ref"][b])
-        return buffer
+        x_ref = state.buckets["x_ref"][b]
+        if x_ref.dtype == accumulator(x_ref.dtype):
+            return x.copy(b, minus=x_ref)
+        own = x.copy(b).tensor
+        if b not in state.wide_buffers:
+            state.wide_buffers[b] = engine.allocate(own.shape, accumulator(own.dtype), own.device)
+        state.wide_buffers[b].tensor.copy_(own)
+        return state.wide_buffers[b].less(x_ref)
 
     def receive(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
         """Mix what arrives into the model. The first delayed step has nothing to wait for: all nodes start alike, so M_0 x^(0) = x^(0)."""

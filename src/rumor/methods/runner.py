@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from rumor.engines import NO_BUCKETS, Buckets, Buffer, Engine, Pending
 from rumor.engines.engine import all_finite, largest_magnitude, uses_all_reduce
 from rumor.methods.algorithm import Algorithm, Nodes, Step, describe, wait_for
 from rumor.methods.saved_state import check_format, read_state, saved_state
+from rumor.metrics import span
 from rumor.schedule import ScheduleState
 
 
@@ -76,7 +76,7 @@ class Runner:
         """
         self.metrics.step_begins(step.k)
         algorithm: Any = replace(self.algorithm, delay=0) if at_once and self.algorithm.delay else self.algorithm  # type: ignore[type-var]
-        with record_function(f"rumor::{step.kind}"), self.metrics.at_work():
+        with span(f"rumor::{step.kind}"), self.metrics.at_work():
             self._mixing = algorithm.begin(step, self.nodes, self.state)
         self._step, self._written = step, 0
         self._sent = self.state.in_flight.sent if self.state.in_flight is not None else ()
@@ -96,7 +96,7 @@ class Runner:
         if buckets is not None and buckets <= self._written:
             self._step = step
             return None
-        with record_function(f"rumor::{step.kind}"), self.metrics.at_work():
+        with span(f"rumor::{step.kind}"), self.metrics.at_work():
             for b in self._mixing:
                 self._written = b + 1
                 if self._written == buckets:
@@ -122,7 +122,7 @@ class Runner:
         return step
 
     def finish(self) -> None:
-        with record_function("rumor::finish"):
+        with span("rumor::finish"):
             self.engine.complete_receives(self.k)
             self.algorithm.finish(self.nodes, self.state)
 
@@ -130,7 +130,7 @@ class Runner:
         """Average the model and the buffers over all nodes. What is in flight and the method's state stay as they are."""
         doing = "in averaged()"
         x, buffers, engine = self.nodes.x, self.nodes.buffers, self.engine
-        with record_function("rumor::mean"):
+        with span("rumor::mean"):
             shares = [self.algorithm.share(self.nodes, b, self.state) for b in range(len(x))]
             model = engine.mean(shares, self.k, doing=doing)
             own = [buffers.peek(b) for b in range(len(buffers))]

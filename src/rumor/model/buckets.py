@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from rumor.engines import Buffer, Lerp
 from rumor.engines.codes import BLOCK
 from rumor.engines.engine import FiniteCheck, accumulator, sum_of_squares
+from rumor.metrics import span
 from rumor.model.tensors import as_real
 
 ALIGNED = 16  # elements: buckets are cut at multiples of it, so that GPUs can load several at a time; with codes, at whole blocks
@@ -48,21 +48,28 @@ class FlatBuckets:
 
     def read(self, b: int) -> Buffer:
         bucket = self._buckets[b]
-        with record_function("rumor::pack"):
+        with span("rumor::pack"):
             if bucket.one_pass is None:
                 torch._foreach_copy_(bucket.slots, bucket.pieces)
             else:
                 bucket.one_pass.read(bucket.buffer.tensor)
         return bucket.buffer
 
-    copy = read  # the packed buffer is a copy already
+    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
+        bucket = self._buckets[b]
+        if minus is None or bucket.one_pass is not None:
+            return self.read(b).less(minus)  # the packed buffer is a copy already
+        with span("rumor::pack"):
+            for slot, piece, part in zip(bucket.slots, bucket.pieces, bucket.views(minus), strict=True):
+                torch.sub(piece, part, out=slot)
+        return bucket.buffer
 
     def peek(self, b: int) -> Tensor:
         return torch.cat([piece.reshape(-1) for piece in self._buckets[b].pieces])
 
     def write(self, b: int, value: Tensor) -> None:
         bucket = self._buckets[b]
-        with record_function("rumor::mix"):
+        with span("rumor::mix"):
             value = value.to(bucket.pieces[0].device)
             if bucket.one_pass is None:
                 torch._foreach_copy_(bucket.pieces, bucket.views(value))
@@ -73,7 +80,7 @@ class FlatBuckets:
         if sent is None and lerp.weight == 1 and lerp.finite is None:
             return self.write(b, lerp.end)
         bucket = self._buckets[b]
-        with record_function("rumor::mix"):
+        with span("rumor::mix"):
             device = bucket.pieces[0].device
             end, sent = lerp.end.to(device), None if sent is None else sent.to(device)
             if bucket.one_pass is not None:
@@ -89,7 +96,7 @@ class FlatBuckets:
 
     def add(self, b: int, change: Tensor) -> None:
         bucket = self._buckets[b]
-        with record_function("rumor::mix"):
+        with span("rumor::mix"):
             torch._foreach_add_(bucket.pieces, bucket.views(change.to(bucket.pieces[0].device)))
 
     def buckets_of(self, tensors: Sequence[Tensor]) -> int:
@@ -134,7 +141,7 @@ class _Bucket:
         self.one_pass = _one_pass(pieces)
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        parts = zip(torch.split(flat, self.sizes), self.shapes, strict=True)
+        parts = zip(torch.split_with_sizes(flat, self.sizes), self.shapes, strict=True)  # torch.split is the same in Python
         return [part if shape is None else part.view(shape) for part, shape in parts]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -11,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from rumor.engines.code_kernels import why_not_built
 
 BLOCK = 4096  # elements for each program of a kernel
 GRAIN = 8  # elements loaded at a time, if they start at a multiple of it
@@ -60,13 +61,8 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return why this machine can't build the kernels (a missing C compiler, say), or None if it can. Warns once."""
     if dtype not in TYPES:
         return f"there is no kernel for {dtype}"
-    try:
-        TritonOnePass([torch.zeros(1, device=device, dtype=dtype)]).write(torch.zeros(1, device=device, dtype=dtype))
-    except Exception as error:  # Triton and the compiler behind it raise all sorts of errors
-        reason = str(error).strip().split("\n")[-1] or type(error).__name__
-        warnings.warn(f"Triton can't build its kernels here ({reason}): mixing will take several passes over memory", stacklevel=2)
-        return reason
-    return None
+    one = torch.zeros(1, device=device, dtype=dtype)
+    return why_not_built(lambda: TritonOnePass([one]).write(torch.zeros_like(one)), "mixing")
 
 
 # ---- kernels: each program works on one block -------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from rumor.engines.codes import Code
+from rumor.engines.codes import Code, Parts
 from rumor.engines.engine import Buffer, FiniteCheck, accumulator, sum_of_squares
 from rumor.engines.processes.alarm import Alarm
 from rumor.engines.processes.gpu_staging import Staging
@@ -96,8 +96,9 @@ class CodedChannel(Channel):
 
     def __init__(self, tensor: Tensor, code: Code, device: torch.device, tag: int, staging: Staging | None):
         super().__init__(code.nbytes(len(tensor)), torch.uint8, device, tag, staging)
-        self.own_code, self.tensor, self.code = self.tensor, tensor, code
+        self.own_code, self.tensor, self.code = code.places(self.tensor), tensor, code
         self._size = torch.zeros(())
+        self._places: dict[Message, Parts] = {}
 
     def prepare(self, check: FiniteCheck = sum_of_squares) -> None:
         """Encode the bucket."""
@@ -106,3 +107,11 @@ class CodedChannel(Channel):
 
     def write_head(self, alarm: Alarm, node: int, k: int, scalars: Tensor | None, check: FiniteCheck = sum_of_squares) -> None:
         super().write_head(alarm, node, k, scalars, lambda _: self._size)
+
+    def places(self, message: Message, payload: Tensor) -> Parts:
+        """Return where the parts of the code are in `payload`, which `received(message)` has returned."""
+        if payload is not message.payload:  # a copy on a GPU
+            return self.code.places(payload)
+        if message not in self._places:
+            self._places[message] = self.code.places(payload)
+        return self._places[message]

@@ -6,14 +6,14 @@ all. So 2 (n - 1)/n codes of the model leave a node, and all nodes end with bitw
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rumor.engines.codes import CODES, Owned, Parts, as_blocks, owned_by_each
-from rumor.engines.engine import NO_SCALARS, Buffer, Mixed, Pending, accumulator
+from rumor.engines.codes import CODES, Parts, owned_by_each
+from rumor.engines.engine import NO_SCALARS, Buffer, Mixed, Pending
 from rumor.engines.processes.alarm import Alarm
 from rumor.engines.processes.channel import Scratch
 from rumor.engines.processes.message import Message
@@ -28,6 +28,9 @@ class Shares:
         out: messages with this node's codes, to each owner.
         inbox: messages with each node's codes of this node's share; its own is the one in `out`.
         means: messages with each owner's code of the mean.
+        sent: for each bucket, which of its blocks go to an owner, and the place of their code in `out`.
+        received: what this node owns of each bucket, the place of the code of its mean, and those of all nodes' codes.
+        averaged: for each bucket, the places of its code in `means`, in order.
         tags: of the two exchanges.
         bytes_sent: bytes that this node sends in one average.
     """
@@ -46,14 +49,23 @@ class Shares:
         self.inbox = [self.out[i] if i == transport.rank else message(lengths[transport.rank]) for i in range(transport.n)]
         to_others = [message for i, message in enumerate(self.out) if i != transport.rank]
         self.bytes_sent = sum(message.whole.nbytes for message in to_others) + len(to_others) * self.means[transport.rank].whole.nbytes
+        self._find_places(len(sizes), transport.rank)
 
-    def parts(self, owner: int, message: Message) -> Iterator[tuple[Owned, Tensor]]:
-        """Yield what `owner` owns of each bucket, and the place of its code in `message`."""
-        at = 0
-        for owned in self.owned[owner]:
-            length = self.code.nbytes(owned.end - owned.start)
-            yield owned, message.payload[at : at + length]
-            at += length
+    def _find_places(self, buckets: int, rank: int) -> None:
+        """Find the codes in the messages once: views of them cost as much as to copy a small code."""
+        self.sent: list[list[tuple[slice, Parts]]] = [[] for _ in range(buckets)]
+        self.averaged: list[list[Parts]] = [[] for _ in range(buckets)]
+        for owner, share in enumerate(self.owned):
+            for owned, out, mean in zip(share, self._places(owner, self.out[owner]), self._places(owner, self.means[owner]), strict=True):
+                self.sent[owned.bucket].append((owned.blocks, out))
+                self.averaged[owned.bucket].append(mean)
+        inbox = zip(*(self._places(rank, message) for message in self.inbox), strict=True)
+        self.received = list(zip(self.owned[rank], self._places(rank, self.means[rank]), inbox, strict=True))
+
+    def _places(self, owner: int, message: Message) -> list[Parts]:
+        """Return the place in `message` of the code of each part of a bucket that `owner` owns."""
+        lengths = [self.code.nbytes(owned.end - owned.start) for owned in self.owned[owner]]
+        return [self.code.places(code) for code in torch.split(message.payload, lengths)]
 
 
 class CodedMean:
@@ -96,13 +108,11 @@ class CodedMean:
         """Send the codes of `xs` + `left_out` to the owners. What the codes leave out stays in `left_out`."""
         sizes = []
         for b, (x, rest) in enumerate(zip(self.xs, self.left_out, strict=True)):
-            parts, size = self._pack(rest.add_(x.tensor))
-            sizes.append(size)
-            for owner, message in enumerate(self.shares.out):
-                for owned, code in self.shares.parts(owner, message):
-                    if owned.bucket == b:
-                        for place, part in zip(self.shares.code.places(code), parts, strict=True):
-                            place.copy_(part[owned.blocks])
+            code = self.shares.code.places(torch.empty(self.shares.code.nbytes(rest.numel()), dtype=torch.uint8, device=rest.device))
+            sizes.append(self.shares.code.encode(rest.add_(x.tensor), code, leave_rest=True))
+            for blocks, out in self.shares.sent[b]:
+                for place, part in zip(out, code, strict=True):
+                    place.copy_(part[blocks])
         size = torch.stack(sizes).amax()
         for message in self.shares.out:
             self.alarm.write(message, size, self.transport.rank, self.k)  # of the whole model: every owner must know
@@ -138,52 +148,27 @@ class CodedMean:
 
     def mean(self, place: int) -> Tensor:
         """Return the mean of one bucket, in shared memory. If some model was not finite, return this node's own."""
-        tensor, code = self.xs[place].tensor, self.shares.code
+        tensor = self.xs[place].tensor
+        mean = self.scratch(tensor, "mean")
         if self._is_alarmed:
-            return self.scratch(tensor, "mean").copy_(tensor)
-        of_owners = [
-            code.places(part)
-            for owner, message in enumerate(self.shares.means)
-            for owned, part in self.shares.parts(owner, message)
-            if owned.bucket == place
-        ]
-        return self._unpack(tuple(torch.cat(rows).to(tensor.device) for rows in zip(*of_owners, strict=True)), tensor)
+            return mean.copy_(tensor)
+        code = tuple(torch.cat(rows).to(tensor.device) for rows in zip(*self.shares.averaged[place], strict=True))
+        return self.shares.code.decode(code, mean)
 
     def _average_share(self) -> None:
         """Average this node's share, and encode the mean. What its code leaves out counts n times: the next average divides it by n."""
-        rank, n = self.transport.rank, self.transport.n
-        inbox = [self.shares.parts(rank, message) for message in self.shares.inbox]
-        for (owned, code), *received in zip(self.shares.parts(rank, self.shares.means[rank]), *inbox, strict=True):
-            rest = self._rest(owned)
-            codes = [theirs.to(rest.device) for _, theirs in received]
-            total = self.shares.code.weighted_sum(codes, [1 / n] * n, rest)
-            self._encode(total, code)  # leaves what it has rounded off
+        n, code = self.transport.n, self.shares.code
+        for owned, mean, received in self.shares.received:
+            rest = self.left_out[owned.bucket][owned.start : owned.end]
+            codes = [tuple(part.to(rest.device) for part in theirs) for theirs in received]
+            total = code.weighted_sum(codes, [1 / n] * n, rest)
+            code.encode(total, mean, leave_rest=True)
             rest.add_(total, alpha=n)
 
     def _average_scalars(self) -> Tensor:
         if self.scalars is None:
             return NO_SCALARS
         return torch.stack([message.scalars(self.scalars.numel()).clone() for message in self.shares.inbox]).mean(dim=0)
-
-    def _encode(self, x: Tensor, code: Tensor) -> None:
-        """Encode `x` into `code`, and leave in `x` what the code leaves out."""
-        parts, _ = self._pack(x)
-        for place, part in zip(self.shares.code.places(code), parts, strict=True):
-            place.copy_(part)
-
-    def _pack(self, x: Tensor) -> tuple[Parts, Tensor]:
-        """Encode `x`, and leave in it what the code leaves out. Returns a number, too, that is finite only if all of `x` was."""
-        parts, size = self.shares.code.pack(as_blocks(x))
-        x.sub_(self._unpack(parts, x))
-        return parts, size
-
-    def _unpack(self, parts: Parts, like: Tensor) -> Tensor:
-        """Decode as many numbers as `like` [d] has, in the dtype for sums."""
-        return self.shares.code.unpack(parts).view(-1)[: len(like)].to(accumulator(like.dtype))
-
-    def _rest(self, owned: Owned) -> Tensor:
-        """Return what was left out of these blocks."""
-        return self.left_out[owned.bucket][owned.start : owned.end]
 
     def _send_mean(self) -> None:
         """Send this node's code of the mean to all others, whose codes of it have arrived or are on their way."""

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from rumor.engines.processes import handshake
 from rumor.engines.processes.join import JoinVote
 from rumor.engines.processes.local_shard import LocalShard
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.engines.processes.transport import Transport
+from rumor.metrics import span
 from rumor.model.tensors import is_sharded
 
 
@@ -90,7 +90,7 @@ class LocalGroup:
         """Gather shards and alarms inside the node. With settle=True, also raise if a global round has settled an alarm."""
         if self._local is None:
             return
-        with record_function("rumor::share"):
+        with span("rumor::share"):
             for shard in shards:
                 shard.share(self._engine.alarm)
         if settle:

@@ -161,16 +161,15 @@ class CodedGossip(Gossip):
         """Return sum_j W[i, j] (q_j - q_i), in shared memory."""
         channel, code = self.channel, self.channel.code
         like = self.scratch(channel.tensor, "change")
-        heard = list(self._heard())
-        if any(isinstance(finite, Tensor) for _, _, _, finite in heard):  # only the device knows
+        heard = [(channel.places(message, payload), w, finite) for message, payload, w, finite in self._heard() if finite is not False]
+        if any(isinstance(finite, Tensor) for _, _, finite in heard):  # only the device knows
             own = code.decode(channel.own_code, torch.empty_like(like))
             total = like.zero_()
-            for _, payload, w, finite in heard:
-                change = code.decode(payload, torch.empty_like(like)).sub_(own)
+            for theirs, w, finite in heard:
+                change = code.decode(theirs, torch.empty_like(like)).sub_(own)
                 total.add_(torch.where(torch.as_tensor(finite, device=own.device), change, 0.0), alpha=w)
             return total
-        codes = [payload for _, payload, _, finite in heard if finite]
-        weights = [w for _, _, w, finite in heard if finite]
+        codes, weights = [theirs for theirs, _, _ in heard], [w for _, w, _ in heard]
         return code.weighted_sum([*codes, channel.own_code], [*weights, -sum(weights)], like) if codes else like.zero_()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rumor.engines.codes import CODES
-from rumor.engines.engine import Buffer, FiniteCheck, Pending, sum_of_squares
+from rumor.engines.engine import Buffer, FiniteCheck, Pending, check_coded, sum_of_squares
 from rumor.engines.processes.alarm import Alarm, DeviceAlarm
 from rumor.engines.processes.channel import Channel, CodedChannel, Scratch
 from rumor.engines.processes.coded_mean import CodedBucketMean, CodedMean, Shares
@@ -67,6 +67,7 @@ class ProcessGroup:
     def gossip(
         self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, bits: int = 32
     ) -> Pending:
+        check_coded(bits, scalars, own)
         channel, links = self._coded(self._channel(x), bits), self._links_of(topology, k)
         kind = Gossip if bits == 32 else CodedGossip
         gossip = kind(self.transport, self.alarm, channel, links, k, scalars, own, self._scratch)

@@ -16,10 +16,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional  # if an optimizer's first step imported it, its default arguments would keep the group alive
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket  # which torch.distributed exports, without a type
-from torch.profiler import record_function
 
 from rumor.engines.processes import liveness
-from rumor.metrics import Metrics
+from rumor.metrics import Metrics, span
 from rumor.model.tensors import as_real
 
 Group = dist.ProcessGroup
@@ -188,7 +187,7 @@ class Transport:
 
         `senders` are the nodes that the first of them come from. `tag` is that of `track`, if they were tracked.
         """
-        with record_function("rumor::wait"):
+        with span("rumor::wait"):
             began = time.perf_counter()
             for node in [*senders, *[None] * (len(works) - len(senders))][: len(works)]:  # NCCL may put several into one
                 self.call(works.pop(0).wait, doing)
@@ -204,7 +203,7 @@ class Transport:
     def waiting(self) -> Iterator[None]:
         """Count the time inside as waiting."""
         began = time.perf_counter()
-        with record_function("rumor::wait"):
+        with span("rumor::wait"):
             yield
         self.metrics.seconds_waiting += time.perf_counter() - began
 
