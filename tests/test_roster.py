@@ -199,6 +199,19 @@ def test_a_coordinator_that_is_started_again_learns_who_the_members_are() -> Non
     assert room.last("c", "dropped") == {"why": "the others went on without it"}
 
 
+def test_a_stranger_that_is_first_at_a_coordinator_that_was_started_again_has_to_go() -> None:
+    room = Room()
+    room.hello("s", setup="y")
+    room.ready("s", "join")
+    room.hello("a", epoch=7, members=("a", "b"))
+    assert room.last("a", "welcome") is not None
+    assert room.last("s", "refused") == {"why": "nodes disagree on the model: the others have x, this node has y"}
+    room.hello("t", setup="y")
+    room.hello("b", epoch=7, members=("a", "b"))
+    assert room.last("t", "refused") is not None
+    assert list(room.roster.nodes) == ["a", "b"]
+
+
 def test_a_member_that_has_not_heard_of_its_epoch_is_left_out() -> None:
     room = Room().began("a", "b", "c")
     room.ready("a", "after", 6)

@@ -126,6 +126,7 @@ class Roster:
         if number is not None and self.epoch is None:  # this coordinator was started again
             self.epoch = Epoch(number, list(message["members"]), absent=dict.fromkeys(message["members"], now + SILENCE))
             self._last_number = max(self._last_number, number)
+            self._refuse_strangers(message["setup"])
         if self.epoch is not None:
             self.epoch.absent.pop(uid, None)
         if self._is_member(uid) and not self._is_member(uid, number):  # it has not heard of this epoch
@@ -193,12 +194,18 @@ class Roster:
             return f"the coordinator speaks version {PROTOCOL} of the protocol, this node version {message.get('protocol')}"
         if self.over_at is not None:
             return f"the job has ended at step {self.over_at}: start another coordinator for a new job"
-        first = next((node for node in self.nodes.values() if node.uid != message["uid"]), None)
-        for what in {**first.setup, **message["setup"]} if first is not None else ():
-            here, there = first.setup.get(what), message["setup"].get(what)  # type: ignore[union-attr]
-            if here != there:
-                return f"nodes disagree on the {what}: the others have {here}, this node has {there}"
-        return None
+        is_member = message["epoch"] is not None and self.epoch is None  # of a job that this coordinator does not know yet
+        others = [node for node in self.nodes.values() if node.uid != message["uid"]]
+        first = min(others, key=lambda node: not self._is_member(node.uid), default=None)  # a member, if there is one
+        return None if first is None or is_member else _difference(first.setup, message["setup"])
+
+    def _refuse_strangers(self, setup: dict[str, str]) -> None:
+        """Refuse newcomers that came before the members told this coordinator of their job, and do not fit it."""
+        for node in list(self.nodes.values()):
+            if not self._is_member(node.uid) and (problem := _difference(setup, node.setup)) is not None:
+                self._log(f"refused {node.name}: {problem}")
+                self._send(node.uid, "refused", {"why": problem})
+                del self.nodes[node.uid]
 
     def _is_member(self, uid: str, number: int | None = None) -> bool:
         return self.epoch is not None and uid in self.epoch.uids and number in (None, self.epoch.number)
@@ -323,6 +330,14 @@ class Roster:
         self._told = news
         for uid in self.nodes:
             self._send(uid, "news", {"newcomers": newcomers, "here": len(self.nodes), "needed": needed})
+
+
+def _difference(theirs: dict[str, str], own: dict[str, str]) -> str | None:
+    """Return in what the set-up of a node differs from that of the others."""
+    for what in {**theirs, **own}:
+        if theirs.get(what) != own.get(what):
+            return f"nodes disagree on the {what}: the others have {theirs.get(what)}, this node has {own.get(what)}"
+    return None
 
 
 def _progress(node: Member) -> tuple[int, int]:
