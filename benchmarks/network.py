@@ -6,6 +6,7 @@
     sudo python benchmarks/network.py growth         # the same for 2, 4, 8 and 16 hosts
     sudo python benchmarks/network.py trace          # the work of a host and its link during a few steps
     sudo python benchmarks/network.py peers          # a training step of other libraries and of Rumor
+    sudo python benchmarks/network.py elastic        # a training step in a fixed group, and with members that may come and go
     sudo python benchmarks/network.py overhead       # the paper's Table 17: gossip and all-reduce of ResNet-50's and BERT-base's parameters
 
          python benchmarks/network.py loopback       # the same step over loopback, for a small and a large model
@@ -173,6 +174,19 @@ def overhead(hosts: int, rates: list[str], repeats: int, models: dict[str, float
     return {"machine": found["machine"], "bed": bed.name, "rows": rows}
 
 
+def elastic(hosts: int, rates: list[str], repeats: int) -> dict[str, Any]:
+    """Times what `rumor.elastic` costs while no member comes or goes."""
+    rows = []
+    with Bed(hosts, rates[0]) as bed:
+        for rate in rates_of(bed, rates):
+            found = on_all_hosts(bed, 900, "elastic", "--repeats", str(repeats))
+            for name, spread in found["seconds"].items():
+                cost = spread["median"] / found["seconds"][name.removesuffix(", elastic")]["median"] - 1
+                rows.append({"rate": rate, "hosts": hosts, "what": name, **spread, "cost": cost})
+                print(f"{hosts:3} hosts {rate:>8} {name:28} {1e3 * spread['median']:6.1f} ms ({cost:+.1%})", flush=True)
+    return {"machine": found["machine"], "bed": bed.name, "H": H, "rows": rows}
+
+
 def _overheads(rate: str, hosts: int, seconds: dict[str, Any], parameters: int) -> list[dict[str, Any]]:
     """Subtracts the step without communication, and gives the least possible time of the bytes."""
     rows = []
@@ -189,7 +203,9 @@ def _overheads(rate: str, hosts: int, seconds: dict[str, Any], parameters: int) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "what", choices=("exchange", "step", "resnet", "growth", "loopback", "peers", "trace", "overhead"), help="what to measure"
+        "what",
+        choices=("exchange", "step", "resnet", "growth", "loopback", "peers", "trace", "elastic", "overhead"),
+        help="what to measure",
     )
     parser.add_argument("--hosts", type=int, default=4, help="number of hosts")
     parser.add_argument("--rates", nargs="+", help="rates of the links in tc's notation, or loopback")
@@ -215,6 +231,8 @@ def main() -> None:
         results = trace(options.hosts, (options.rates or ["500mbit"])[0])
     elif options.what == "peers":
         results = peers(options.hosts, options.rates or list(PEER_RATES), options.repeats)
+    elif options.what == "elastic":
+        results = elastic(options.hosts, options.rates or ["500mbit", "1gbit"], options.repeats)
     elif options.what == "overhead":
         models = {"tiny": 0.001} if options.quick else COMPUTING
         results = overhead(options.hosts, options.rates or ["500mbit", "1gbit"], options.repeats, models)

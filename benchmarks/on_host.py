@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import datetime
 import math
 import os
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -97,6 +100,33 @@ def with_averager(build: Build, algorithm: rumor.GossipPGA, lazy: bool = False) 
     model, train = build()
     averager = rumor.Averager(model, algorithm, lazy=lazy)
     return lambda: (train(), averager.step())
+
+
+def with_members(build: Build, algorithm: rumor.GossipPGA) -> Step:
+    """Builds a training step with an Averager whose members may come and go. Rank 0 starts the coordinator."""
+    model, train = build()
+    address = [""]
+    if dist.get_rank() == 0:
+        command = [sys.executable, "-m", "rumor", "coordinator", "--bind", f"{os.environ['MASTER_ADDR']}:0"]
+        coordinator = subprocess.Popen([*command, "--min-nodes", str(dist.get_world_size())], stdout=subprocess.PIPE, text=True)
+        atexit.register(coordinator.kill)
+        assert coordinator.stdout is not None
+        address[0] = coordinator.stdout.readline().split()[-1]
+        threading.Thread(target=coordinator.stdout.read, daemon=True).start()
+    dist.broadcast_object_list(address)
+    group = rumor.elastic(address[0], min_nodes=dist.get_world_size())
+    averager = rumor.Averager(model, algorithm, group=group)
+    return lambda: (train(), averager.step())
+
+
+def elastic(repeats: int, build: Build) -> dict[str, Any]:
+    """Times a training step in a fixed group, and in one whose members may come and go while nothing happens."""
+    makers: dict[str, Step] = {}
+    for name, bits in (("Gossip-PGA", 32), ("Gossip-PGA, 4 bits", 4)):
+        algorithm = rumor.gossip_pga(rumor.one_peer_exponential, H, bits=bits)
+        makers[name] = with_averager(build, algorithm)
+        makers[f"{name}, elastic"] = with_members(build, algorithm)
+    return take_turns(makers, TURN, repeats, H)
 
 
 def crude(build: Build, n: int, chunks: int = 8) -> Step:
@@ -207,7 +237,7 @@ def _sleep_then(seconds: float, communicate: Step | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("exchange", "step", "peers", "trace", "overhead"), help="what to measure")
+    parser.add_argument("what", choices=("exchange", "step", "peers", "trace", "overhead", "elastic"), help="what to measure")
     parser.add_argument("--sizes", type=int, nargs="+", default=[8_000_000, 100_000_000], help="sizes in bytes, for exchange")
     parser.add_argument("--model", choices=BUILDS, default="mlp", help="model, for step")
     parser.add_argument("--shapes", choices=SHAPES, default="resnet50", help="parameters, for overhead")
@@ -223,6 +253,8 @@ def main() -> None:
         found = exchange(options.sizes, options.repeats)
     elif options.what == "step":
         found = step(options.repeats, BUILDS[options.model], options.without)
+    elif options.what == "elastic":
+        found = elastic(options.repeats, BUILDS[options.model])
     elif options.what == "overhead":
         found = overhead(options.repeats, SHAPES[options.shapes], options.compute)
     else:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -289,3 +290,7 @@ class Job:
 def survivors_kept_their_steps(job: Job, names: Sequence[str]) -> bool:
     """Return whether no node ever repeated or skipped a step."""
     return all(row["now"] == row["k"] + 1 for name in names for row in job.rows(name) if "k" in row)
+
+
+if __name__ == "__main__":  # python -m tests.elastic ADDRESS NAME FOLDER OPTIONS, on a host of the test bed
+    node(*sys.argv[1:4], json.loads(sys.argv[4]))

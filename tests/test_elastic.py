@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,11 @@ from rumor.membership import link, roster
 from tests import warm
 from tests.elastic import METHODS, Job, Model, survivors_kept_their_steps
 from tests.elastic_faults import Faults
+from tests.test_bed import needs_shaping
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+from bed import Bed, free_port
 
 pytestmark = pytest.mark.processes
 ALL = ("a", "b", "c", "d")
@@ -302,6 +310,29 @@ def test_a_node_that_ends_in_any_way_is_gone_at_once(tmp_path: Path, then: str) 
         assert job.nodes["x"].exitcode == (-signal.SIGKILL if then == "fork" else 7)
         assert ("x has left" if then == "leave" else "x is lost: its connection has ended") in job.lines
         assert survivors_kept_their_steps(job, "ab")
+
+
+@pytest.mark.long
+def test_a_host_whose_link_is_cut_is_left_behind_and_comes_back_when_it_is_mended(tmp_path: Path) -> None:
+    needs_shaping()
+    options = json.dumps({"steps": 1_500, "pause": 0.02})
+    with Bed(3, "500mbit") as bed, ExitStack() as jobs:
+        address = f"{bed.address(0)}:{free_port()}"
+        jobs.enter_context(warm.Job(["-m", "rumor", "coordinator", "--bind", address, "--min-nodes", "2"], {}, bed._host(0)))
+        nodes = [warm.Job(["-m", "tests.elastic", address, f"h{i}", str(tmp_path), options], {}, bed._host(i)) for i in range(3)]
+        for node in nodes:
+            jobs.enter_context(node)
+        seen = Job.__new__(Job)
+        seen.folder, seen.nodes, seen.lines = tmp_path, {}, []
+        seen.wait(lambda: len(seen.last_row("h0").get("members", [])) == 3, "all are members")
+        bed.cut(2)
+        at = seen.step_of("h0")
+        seen.wait(lambda: seen.step_of("h0") > at + 20 and len(seen.last_row("h0")["members"]) == 2, "the others go on")
+        bed.cut(2, mend=True)
+        seen.wait(lambda: len(seen.last_row("h0")["members"]) == 3 and seen.step_of("h2") > at + 20, "h2 is back")
+        assert [node.wait() for node in nodes] == [0, 0, 0]
+        assert survivors_kept_their_steps(seen, ["h0", "h1"])
+        assert seen.check_means("h0", "h1", "h2") > 200
 
 
 @pytest.mark.usefixtures("soon_silent")
