@@ -11,7 +11,7 @@ def test_names() -> None:
     named = "ring grid torus exponential one_peer_exponential base_graph complete isolated"
     topologies = f"{named} from_networkx from_matrix from_matrices from_digraph"
     methods = "parallel_sgd local_sgd gossip_sgd gossip_pga gossip_aga slowmo diloco osgp method"
-    others = "Averager Simulator Stacked ProcessGroup Never Periodic Adaptive LearningRate theory"
+    others = "Averager Simulator Stacked ProcessGroup Never Periodic Adaptive LearningRate theory elastic"
     wanted = f"{topologies} {methods} {others}".split()
     assert set(wanted) <= set(rumor.__all__)
     assert all(hasattr(rumor, name) for name in rumor.__all__)
@@ -32,6 +32,7 @@ def test_names() -> None:
         (rumor.diloco, "n=None H=None outer_lr=0.7 outer_momentum=0.9 topology=None bits=32"),
         (rumor.osgp, "topology delay=1"),
         (rumor.method, "text"),
+        (rumor.elastic, "coordinator name=None min_nodes=1 timeout=None drop_slow=None"),
         (rumor.LearningRate, "H_min H_max power=1.0"),
         (rumor.cost.Workload, "parameters compute bytes_per_parameter=4.0 steps=10000"),
         (rumor.cost.Link, "bandwidth latency=0.0 coding=3e-09"),

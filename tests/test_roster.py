@@ -232,6 +232,15 @@ def test_a_stranger_is_refused_with_both_values() -> None:
     assert list(room.roster.nodes) == ["a"]
 
 
+def test_addresses_that_other_hosts_can_not_reach_are_refused() -> None:
+    room = Room()
+    room.hello("a", store=["127.0.0.1", 5])
+    room.hello("b", store=["10.0.0.2", 5])
+    assert "the others are at 127.0.0.1, this node is at 10.0.0.2" in room.last("b", "refused")["why"]  # type: ignore[index]
+    room.hello("c", store=["127.0.0.1", 6])
+    assert list(room.roster.nodes) == ["a", "c"]
+
+
 @pytest.mark.parametrize("text", ["", ":5", "host:port", "host:70000", "host:-1"])
 def test_a_wrong_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):

@@ -197,7 +197,15 @@ class Roster:
         is_member = message["epoch"] is not None and self.epoch is None  # of a job that this coordinator does not know yet
         others = [node for node in self.nodes.values() if node.uid != message["uid"]]
         first = min(others, key=lambda node: not self._is_member(node.uid), default=None)  # a member, if there is one
-        return None if first is None or is_member else _difference(first.setup, message["setup"])
+        if first is None or is_member:
+            return None
+        hosts = str(first.store[0]), str(message["store"][0])
+        if _is_loopback(hosts[0]) != _is_loopback(hosts[1]):
+            return (
+                f"the others are at {hosts[0]}, this node is at {hosts[1]}, and one of these is known on its own host alone: let all nodes "
+                "name the coordinator's host by an address that all of them can reach"
+            )
+        return _difference(first.setup, message["setup"])
 
     def _refuse_strangers(self, setup: dict[str, str]) -> None:
         """Refuse newcomers that came before the members told this coordinator of their job, and do not fit it."""
@@ -338,6 +346,10 @@ def _difference(theirs: dict[str, str], own: dict[str, str]) -> str | None:
         if theirs.get(what) != own.get(what):
             return f"nodes disagree on the {what}: the others have {theirs.get(what)}, this node has {own.get(what)}"
     return None
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host == "::1"
 
 
 def _progress(node: Member) -> tuple[int, int]:
