@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from rumor.membership.member import HUNG_LEAST
 from rumor.membership.protocol import PROTOCOL, SILENCE, decode, parse_address
-from rumor.membership.roster import HUNG_LEAST, JOIN_WINDOW, START_GRACE, Roster
+from rumor.membership.roster import JOIN_WINDOW, START_GRACE, Roster
 
 BEGIN = max(START_GRACE, JOIN_WINDOW)
 

@@ -1,6 +1,7 @@
 """Members that come and go. Nothing here imports torch.
 
 protocol        what members and the coordinator tell each other
+member          what the coordinator knows of nodes
 roster          decides who the members are (no sockets, no clock: easy to test)
 coordinator     the server that runs a roster: `rumor coordinator`
 link            a member's connection to the coordinator, in a thread

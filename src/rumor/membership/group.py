@@ -47,6 +47,7 @@ def elastic(
             seconds, or 20 of the slowest recent steps if that is longer.
         drop_slow: go on without a member whose step takes this many times as long as the others' (1 second at least). None: wait for it.
 
+    >>> import rumor
     >>> rumor.elastic("node0:29510", name="alice")
     ElasticGroup(coordinator=Address(host='node0', port=29510), name='alice', min_nodes=1, timeout=None, drop_slow=None)
     """

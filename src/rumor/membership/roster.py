@@ -12,71 +12,16 @@ Rules:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from statistics import median
-from typing import NamedTuple
+from collections.abc import Callable
 
-from rumor.membership.protocol import PROTOCOL, SILENCE, Message, Stage
+from rumor.membership.member import Epoch, Member, Ready, difference, is_loopback, limit_of, progress
+from rumor.membership.protocol import PROTOCOL, SILENCE, Message
 
 JOIN_WINDOW = 1.0  # seconds without a further newcomer before a new job begins
 START_GRACE = 2.0  # seconds for the members of a job to come back to a coordinator that was started again, before a new job may begin
-SLOW_LEAST = 1.0  # seconds that a member may take for a step in any case, with drop_slow
-HUNG_LEAST, HUNG_STEPS = 60.0, 20.0  # a member hangs if it keeps others waiting for so many seconds, and so many of the slowest steps
-RANKS: dict[Stage, int] = {"join": -1, "before": 0, "after": 1, "end": 1}
 
 Send = Callable[[str, str, Message], None]  # to this member: kind, values
 Log = Callable[[str], None]
-
-
-class Ready(NamedTuple):
-    """A member waits for the next epoch at step k."""
-
-    k: int
-    stage: Stage
-
-    @property
-    def progress(self) -> tuple[int, int]:
-        """How far the member has come: the larger, the further."""
-        return (-1, 0) if self.stage == "join" else (self.k, RANKS[self.stage])
-
-
-@dataclass
-class Member:
-    """What the coordinator knows of one node."""
-
-    uid: str
-    name: str
-    setup: dict[str, str]
-    store: list[str | int]
-    min_nodes: int
-    timeout: float | None
-    drop_slow: float | None
-    heard: float  # when it last gave a sign of life
-    progressed: float  # when it last took a step
-    k: int = 0
-    computing: bool = False
-    step_seconds: float = 0.0  # the slowest of its recent steps
-    schedule: list[float | None] = field(default_factory=list)  # the state of its schedule
-    average: int = -1  # step of the last global average that it has completed
-    ready: Ready | None = None
-
-
-@dataclass
-class Epoch:
-    """The current epoch.
-
-    Attributes:
-        number: its number.
-        uids: the members that are still in it, in the order of their ranks.
-        is_broken: whether members have been told that it is.
-        absent: members that have yet to come back to a coordinator that was started again, and how long they may take.
-    """
-
-    number: int
-    uids: list[str]
-    is_broken: bool = False
-    absent: dict[str, float] = field(default_factory=dict)
 
 
 class Roster:
@@ -200,17 +145,17 @@ class Roster:
         if first is None or is_member:
             return None
         hosts = str(first.store[0]), str(message["store"][0])
-        if _is_loopback(hosts[0]) != _is_loopback(hosts[1]):
+        if is_loopback(hosts[0]) != is_loopback(hosts[1]):
             return (
                 f"the others are at {hosts[0]}, this node is at {hosts[1]}, and one of these is known on its own host alone: let all nodes "
                 "name the coordinator's host by an address that all of them can reach"
             )
-        return _difference(first.setup, message["setup"])
+        return difference(first.setup, message["setup"])
 
     def _refuse_strangers(self, setup: dict[str, str]) -> None:
         """Refuse newcomers that came before the members told this coordinator of their job, and do not fit it."""
         for node in list(self.nodes.values()):
-            if not self._is_member(node.uid) and (problem := _difference(setup, node.setup)) is not None:
+            if not self._is_member(node.uid) and (problem := difference(setup, node.setup)) is not None:
                 self._log(f"refused {node.name}: {problem}")
                 self._send(node.uid, "refused", {"why": problem})
                 del self.nodes[node.uid]
@@ -244,11 +189,11 @@ class Roster:
         waiting = [node for node in members if not node.computing]
         for node in members:
             others = [other for other in members if other is not node]
-            if node.computing and any(other in waiting for other in others) and now - node.progressed > (limit := _limit(node, others)):
+            if node.computing and any(other in waiting for other in others) and now - node.progressed > (limit := limit_of(node, others)):
                 self._drop(node, f"others have waited for it for {limit:.1f} s", now)
         if len(waiting) == len(members) > 1 and not all(node.ready for node in members) and self.epoch is not None:
             stuck = min(now - node.progressed for node in members)
-            if not self.epoch.is_broken and stuck > max(_limit(node, members) for node in members):
+            if not self.epoch.is_broken and stuck > max(limit_of(node, members) for node in members):
                 self._break(f"all members have waited for each other for {stuck:.0f} s")
 
     def _members(self) -> list[Member]:
@@ -287,9 +232,9 @@ class Roster:
 
     def _go_on(self, members: list[Member], newcomers: list[Member]) -> None:
         assert self.epoch is not None
-        furthest = max(_progress(node) for node in members)
-        ahead = [node for node in members if _progress(node) == furthest]
-        behind = [node for node in members if _progress(node) != furthest]
+        furthest = max(progress(node) for node in members)
+        ahead = [node for node in members if progress(node) == furthest]
+        behind = [node for node in members if progress(node) != furthest]
         stages = {node.ready.stage for node in ahead if node.ready is not None}
         if stages == {"end"} and not behind:
             self._end(furthest[0])
@@ -338,30 +283,3 @@ class Roster:
         self._told = news
         for uid in self.nodes:
             self._send(uid, "news", {"newcomers": newcomers, "here": len(self.nodes), "needed": needed})
-
-
-def _difference(theirs: dict[str, str], own: dict[str, str]) -> str | None:
-    """Return in what the set-up of a node differs from that of the others."""
-    for what in {**theirs, **own}:
-        if theirs.get(what) != own.get(what):
-            return f"nodes disagree on the {what}: the others have {theirs.get(what)}, this node has {own.get(what)}"
-    return None
-
-
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host == "::1"
-
-
-def _progress(node: Member) -> tuple[int, int]:
-    assert node.ready is not None
-    return node.ready.progress
-
-
-def _limit(node: Member, others: Iterable[Member]) -> float:
-    """Return how long a member may take for a step while others wait for it, in seconds."""
-    seconds = [other.step_seconds for other in others]
-    limits = [other.drop_slow for other in (node, *others) if other.drop_slow is not None]
-    if limits and seconds:
-        return max(SLOW_LEAST, min(limits) * median(seconds))
-    given = [other.timeout for other in (node, *others) if other.timeout is not None]
-    return max(given) if given else max(HUNG_LEAST, HUNG_STEPS * max([*seconds, node.step_seconds]))
