@@ -7,6 +7,7 @@ then recomputes every average from the members that took part.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import rumor
 import rumor.membership.roster
@@ -71,13 +73,19 @@ def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
     _plan_death(options.get("die"))
     slow_from, hangs_at = options.get("slow_from", math.inf), options.get("hangs_at")
     method = METHODS[options.get("method", "pga")]()
+    local_group = None
+    if "local_rank" in options:  # a node of two ranks
+        init = f"file://{folder}/{name.split('.')[0]}.meeting"
+        dist.init_process_group("gloo", init, rank=options["local_rank"], world_size=2, timeout=datetime.timedelta(seconds=60))
+        local_group = dist.group.WORLD
     group = rumor.elastic(address, name, options.get("min_nodes", 1), options.get("timeout"), drop_slow=options.get("drop_slow"))
     try:
-        averager = rumor.Averager(model, method, group=group, optimizer=opt, average_state=options.get("average_state"))
+        state = options.get("average_state")
+        averager = rumor.Averager(model, method, group=group, local_group=local_group, optimizer=opt, average_state=state)
     except RuntimeError as error:
         Path(folder, f"{name}.refused").write_text(str(error))
         return
-    own = 1.0 + sum(map(ord, name)) % 97
+    own = 1.0 + sum(map(ord, name.split(".")[0])) % 97
     with open(f"{folder}/{name}", "a", buffering=1) as file:
         file.write(json.dumps({"joined": averager.steps, "after": model.flat(), "momentum": _momentum(opt)}) + "\n")
         while averager.steps < options["steps"]:
@@ -89,12 +97,13 @@ def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
             time.sleep(options.get("pause", 0.01) * (10 if k >= slow_from else 1))
             if k == hangs_at:
                 time.sleep(600)  # the thread of its link goes on
-            if averager.replica.runner.is_next_global:
+            is_global = averager.replica.runner.is_next_global
+            if is_global:
                 file.write(json.dumps({"averages": k, "before": model.flat()}) + "\n")
             averaged_by.clear()
             averager.step(torch.tensor(1.0 / (1 + k)), lr=0.01)
             row = {"k": k, "now": averager.steps, "members": averager.members}
-            if averaged_by or averager.steps != k + 1:
+            if is_global or averager.steps != k + 1:
                 row |= {"by": averaged_by[-1] if averaged_by else None, "after": model.flat()}
             file.write(json.dumps(row) + "\n")
         averager.finish()
@@ -268,22 +277,22 @@ class Job:
     def check_means(self, *names: str, exact: bool = True) -> int:
         """Check every global average of these nodes, and of those that died, as far as they have written it. Returns how many.
 
-        `exact`: the result is the mean of what the members had; else it is only the same on all of them.
+        `exact`: the result is the mean of what the members had; else it is only the same on all of them. A step may have two averages:
+        one that a node completed before it died, and one that the survivors repeated without it.
         """
         before: dict[int, dict[str, list[float]]] = defaultdict(dict)
-        after: dict[int, list[dict[str, Any]]] = defaultdict(list)
+        after: dict[tuple[int, tuple[str, ...]], list[list[float]]] = defaultdict(list)  # by the step and the members
         for name in names:
             for row in self.rows(name):
                 if "averages" in row:
                     before[row["averages"]][name] = row["before"]
                 elif row.get("by") and row["now"] == row["k"] + 1:
-                    after[row["k"]].append(row)
-        for k, rows in after.items():
-            for row in rows:
-                assert (row["by"], row["after"]) == (rows[0]["by"], rows[0]["after"]), f"step {k}: members differ: {rows}"
+                    after[row["k"], tuple(row["by"])].append(row["after"])
+        for (k, members), models in after.items():
+            assert all(model == models[0] for model in models), f"step {k}, members {members}: {models}"
             if exact:
-                mean = torch.tensor([before[k][member] for member in rows[0]["by"]], dtype=torch.float64).mean(dim=0)
-                assert torch.allclose(torch.tensor(rows[0]["after"], dtype=torch.float64), mean, rtol=1e-9, atol=1e-9), f"step {k}: {rows}"
+                mean = torch.tensor([before[k][member] for member in members], dtype=torch.float64).mean(dim=0)
+                assert torch.allclose(torch.tensor(models[0], dtype=torch.float64), mean, rtol=1e-9, atol=1e-9), f"step {k}: {members}"
         return len(after)
 
 

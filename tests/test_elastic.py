@@ -281,6 +281,36 @@ def test_checkpoints_work_as_members_change_and_start_a_job_whose_nodes_are_all_
     assert len({(tmp_path / f"{name}.end").read_text() for name in "xyz"}) == 1
 
 
+@pytest.mark.parametrize("method", ["pga", "aga", "slowmo"])
+def test_nodes_of_several_ranks_come_and_go_as_a_whole(tmp_path: Path, method: str) -> None:
+    def start(job: Job, name: str) -> None:
+        job.start(name, local_rank=0)
+        job.start(f"{name}.1", local_rank=1)
+
+    with Job(tmp_path, steps=100, method=method, average_state="global") as job:
+        roster.JOIN_WINDOW = 1_000.0
+        for name in "ab":
+            start(job, name)
+        job.wait_until_here("a", "b")
+        roster.JOIN_WINDOW = 0.0
+        job.wait_until("a.1", 10)
+        start(job, "c")
+        job.wait_until("c.1", 20)
+        for name in ("b", "b.1"):
+            job.signal(name, signal.SIGKILL)
+        job.finish("a", "a.1", "c", "c.1")
+        for name in "ac":
+            first, second = (
+                {row["k"]: row["after"] for row in job.rows(rank) if "after" in row and "k" in row} for rank in (name, f"{name}.1")
+            )
+            assert len(first) > 10
+            assert first == second
+            assert job.rows(name)[0]["momentum"] == job.rows(f"{name}.1")[0]["momentum"]
+            assert job.rows(name)[-1]["momentum"] == job.rows(f"{name}.1")[-1]["momentum"]
+        assert job.check_means("a", "b", "c", exact=method != "slowmo") > 15
+        assert survivors_kept_their_steps(job, ["a", "a.1"])
+
+
 def forking_node(address: str, folder: str, then: str) -> None:
     torch.set_num_threads(1)
     model = Model()

@@ -6,12 +6,14 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from rumor.averager.elastic import Elastic
+from rumor.averager.elastic_node import ElasticNode, member_of
 from rumor.averager.joining import batches_that_all_have
 from rumor.averager.replica import Replica
 from rumor.averager.rescue import or_rescue, rescue_or_raise
@@ -21,14 +23,14 @@ from rumor.averager.setup import (
     check_elastic,
     check_lazy,
     check_model,
+    check_model_of_member,
     check_no_ddp_around,
     check_options,
-    check_plain_model,
     what_ranks_compare,
 )
 from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
-from rumor.engines.processes.transport import Group
+from rumor.engines.processes.transport import Group, ranks_of
 from rumor.membership.group import ElasticGroup
 from rumor.methods.algorithm import Algorithm
 from rumor.metrics import Metrics
@@ -57,7 +59,8 @@ class Averager:
         local_group: the ranks inside this node, if a node is several GPUs; `group` is then this rank and its counterparts, one of each
             node. The ranks of a node must keep their parameters alike (DDP over this group) or sharded over it (FSDP2). Of what is alike,
             each of L ranks exchanges 1/L, and the node shares the result; of what is sharded, each exchanges its own shard. Losses are
-            averaged inside the node for Gossip-AGA. Below, a node means all of its ranks.
+            averaged inside the node for Gossip-AGA. Below, a node means all of its ranks. In an elastic group, the first rank of a node
+            exchanges the whole model and shares it with the others, whose parameters must be alike.
         lazy: step() returns while messages are in flight, and each module waits for its own parameters when it next runs forward, or
             returns its state_dict(). Call settle() before you read parameters in any other way, for example in a forward that looks at
             the parameters of another module before it calls that module. Not for models under torch.compile.
@@ -88,10 +91,16 @@ class Averager:
     ):
         self._lazy, self._rescue, self._optimizer = lazy, rescue, optimizer
         self._showing_mean = self._has_stepped = False
-        self._elastic: Elastic | None = None
+        self._elastic: Elastic | ElasticNode | None = None
+        self._local_ranks = None if local_group is None else ranks_of(local_group)
         if isinstance(group, ElasticGroup):
-            check_elastic(algorithm, lazy, rescue, local_group)
-            self._join(model, algorithm, group, average_state)
+            check_elastic(algorithm, lazy, rescue)
+            check_model_of_member(model, self._local_ranks or [])
+            state = self._state_of(model, algorithm, average_state)
+            setup = what_ranks_compare(model, algorithm, None, average_state, state, has_local_group=False)
+            setup["optimizer"] = type(optimizer).__name__
+            self.replica = Replica(model, state, average_state)
+            self._elastic = member_of(group, local_group, self.replica, algorithm, setup, optimizer)
             return
         engine = ProcessGroup(group, local_group)
         node = LocalGroup(engine)
@@ -109,15 +118,6 @@ class Averager:
         self.replica.attach(engine, node, algorithm)
         if lazy:
             self._add_hooks()
-
-    def _join(self, model: nn.Module, algorithm: Algorithm, group: ElasticGroup, average_state: AverageState | None) -> None:
-        """Join the members of an elastic group. Waits until they let this node in."""
-        check_plain_model(model)
-        state = self._state_of(model, algorithm, average_state)
-        setup = what_ranks_compare(model, algorithm, None, average_state, state, has_local_group=False)
-        setup["optimizer"] = type(self._optimizer).__name__
-        self.replica = Replica(model, state, average_state)
-        self._elastic = Elastic(group, self.replica, algorithm, setup, self._optimizer)
 
     def _state_of(self, model: nn.Module, algorithm: Algorithm, average_state: AverageState | None) -> OptimizerState | None:
         """Return the optimizer's state that nodes average, if any."""
@@ -163,7 +163,7 @@ class Averager:
     @property
     def rank(self) -> int:
         """Number of this node among the members. It may change when members of an elastic group do."""
-        return self.engine.rank
+        return self.engine.rank if self._elastic is None else self._elastic.rank
 
     @property
     def members(self) -> list[str]:
@@ -187,7 +187,8 @@ class Averager:
         """
         self.refuse_inside_averaged("step()")
         if not self._has_stepped:  # at the first step, because DDP may have been put around the model after the Averager was built
-            check_no_ddp_around(self.model, self.engine, self.replica.runner.algorithm)
+            local_ranks = self._local_ranks or [self.engine.transport.ranks[self.engine.rank]]
+            check_no_ddp_around(self.model, local_ranks, self.replica.runner.algorithm)
             self._has_stepped = True
         if lr is None and self._optimizer is not None and self.replica.runner.algorithm.needs_lr:
             lr = self._optimizer.param_groups[0]["lr"]
@@ -261,14 +262,19 @@ class Averager:
             data: the data set, or its size.
             seed: of the order, which is another one in each epoch; the same on all members.
         """
-        sampler = MemberSampler(data, lambda: (self.rank, self.engine.n), seed)
-        if self._elastic is not None:
-            self._elastic.add_sampler(sampler)
+        elastic, node = self._elastic, self.replica.node
+        if elastic is None:
+            return MemberSampler(data, lambda: (node.place[0] * node.size + node.place[1], self.engine.n * node.size), seed)
+        sampler = MemberSampler(data, lambda: elastic.place, seed)
+        elastic.add_sampler(sampler)
         return sampler
 
-    def together(self, do: Callable[[], T]) -> T | None:
-        """Call `do`, a collective that every rank calls. In an elastic group, repeat it with the survivors if a member dies meanwhile."""
-        return do() if self._elastic is None else self._elastic.together(do)
+    def together(self, do: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T | None:
+        """Call `do`, a collective that every rank calls. In an elastic group, repeat it with the survivors if a member dies meanwhile.
+
+        In a node of several ranks of an elastic group, the first rank does it, and the others call `otherwise`.
+        """
+        return do() if self._elastic is None else self._elastic.together(do, otherwise)
 
     # ---- the mean of all nodes -----------------------------------------------------------------------------------------------------
 
@@ -282,7 +288,8 @@ class Averager:
         with ordinary_tensors():
             self._prepare()
             tensors = self.replica.tensors()
-            own = self.together(lambda: or_rescue(self.replica, self._rescue, lambda: self._show_mean(tensors)))
+            show = partial(or_rescue, self.replica, self._rescue, partial(self._show_mean, tensors))
+            own = self.together(show, otherwise=lambda: [t.clone() for t in tensors])
             if own is None:  # this node has just taken over the members' model
                 own = [t.clone() for t in tensors]
         try:

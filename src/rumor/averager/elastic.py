@@ -51,6 +51,7 @@ class Elastic:
     Attributes:
         members: names of the members, by rank.
         rank: of this node.
+        takeovers: how often this node has taken over the state of another.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Elastic:
     ):
         self._uid, self._replica, self._algorithm, self._optimizer = group.uid, replica, algorithm, optimizer
         self.members: list[str] = []
-        self.rank = 0
+        self.rank = self.takeovers = 0
         self._samplers: list[MemberSampler] = []
         self._positions: list[int] = []  # of the samplers of the member whose state this node has taken over
         self._gloo: GlooGroup | None = None
@@ -141,7 +142,12 @@ class Elastic:
         if self._transport.heard_news and not self._is_broken:
             self._regroup("after")
 
-    def together(self, do: Callable[[], T]) -> T | None:
+    @property
+    def place(self) -> tuple[int, int]:
+        """Number of this node among the members, and how many there are."""
+        return self.rank, len(self.members)
+
+    def together(self, do: Callable[[], T], otherwise: object = None) -> T | None:
         """Call `do`, a collective that all members call at this step. Repeat it with the survivors if a member dies meanwhile.
 
         Returns None without a result if the others have gone on without this node; also after finish() or leave().
@@ -302,6 +308,7 @@ class Elastic:
 
     def _take_over(self, state: dict[str, Any]) -> None:
         replica = self._replica
+        self.takeovers += 1
         with torch.no_grad():
             for t, value in zip((*replica.model.parameters(), *replica.model.buffers()), state["model"], strict=True):
                 t.copy_(value)

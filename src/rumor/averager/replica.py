@@ -72,6 +72,10 @@ class Replica:
         """Return all tensors that are averaged, as real numbers."""
         return [as_real(t) for t in (*self._trained.tensors(), *self._buffers.tensors())]
 
+    def shared_tensors(self) -> list[Tensor]:
+        """Return all tensors that averages change: those of the model, and of the optimizer if its state is averaged."""
+        return [*self.tensors(), *([] if self._state is None else self._state.tensors())]
+
     # ---- steps -------------------------------------------------------------------------------------------------------------------
 
     def begin(self, loss: Tensor | float | None, lr: float | None, at_once: bool = False) -> Step:

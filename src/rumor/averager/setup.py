@@ -12,6 +12,7 @@ from rumor.engines.processes.process_group import ProcessGroup
 from rumor.methods.algorithm import Algorithm, check_algorithm, describe
 from rumor.model.checks import check_shards, description, is_compiled, layouts, reshard, trained_and_frozen
 from rumor.model.optimizer_state import AverageState, OptimizerState
+from rumor.model.tensors import is_sharded
 from rumor.schedule import Never
 from rumor.topology import Topology
 from rumor.version import VERSION
@@ -32,19 +33,20 @@ def _check_module(model: object) -> None:
         raise TypeError(f"the model comes first and must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def check_plain_model(model: nn.Module) -> None:
-    """Refuse what can't be averaged in an elastic group, where a node is one process."""
+def check_model_of_member(model: nn.Module, local_ranks: list[int]) -> None:
+    """Refuse what can't be averaged in an elastic group, where nodes have whole models."""
     _check_module(model)
-    if any(isinstance(m, DistributedDataParallel) for m in model.modules()):
-        raise ValueError("the model is in DistributedDataParallel: take it out, and hand the plain module to the Averager")
-    check_shards(model, None)
+    for inner in (m for m in model.modules() if isinstance(m, DistributedDataParallel)):
+        _refuse_ddp_across(inner, local_ranks)
+    if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
+        raise ValueError(f"rumor.elastic does not go with parameters that FSDP2 shards, such as {sharded[0]}: use DDP inside the node")
     trained_and_frozen(model)
 
 
-def check_elastic(algorithm: Algorithm, lazy: bool, rescue: object, local_group: object) -> None:
+def check_elastic(algorithm: Algorithm, lazy: bool, rescue: object) -> None:
     """Refuse what does not go with members that come and go."""
     check_algorithm(algorithm)
-    for name, given in (("lazy=True", lazy), ("rescue=", rescue is not None), ("local_group=", local_group is not None)):
+    for name, given in (("lazy=True", lazy), ("rescue=", rescue is not None)):
         if given:
             raise ValueError(f"{name} does not go with rumor.elastic: leave one of them out")
     if isinstance(algorithm.topology, Topology):
@@ -73,14 +75,13 @@ def _refuse_ddp_across(ddp: DistributedDataParallel, local_ranks: list[int]) -> 
         )
 
 
-def check_no_ddp_around(model: nn.Module, engine: ProcessGroup, algorithm: Algorithm) -> None:
+def check_no_ddp_around(model: nn.Module, local_ranks: list[int], algorithm: Algorithm) -> None:
     """Refuse a DDP that shares parameters with the model: it was left in place, or put around the model after the Averager was built.
 
     Every rank of the DDP has it, so all of them refuse it by themselves.
     """
     if sends_nothing(algorithm):
         return
-    local_ranks = [engine.transport.ranks[engine.rank]] if engine.local is None else engine.local.ranks
     parameters = set(map(id, model.parameters()))
     if _wrappers_of(parameters):
         gc.collect()  # one that is no longer used may be part of a cycle

@@ -253,6 +253,11 @@ def _unrecorded() -> Iterator[None]:
         torch._C._autograd._enable_record_function(True)
 
 
+def ranks_of(group: Group) -> list[int]:
+    """Return the global ranks of a group's members."""
+    return dist.get_process_group_ranks(group)
+
+
 def group_like(group: Group | None) -> Group:
     """Return a new group of the same ranks and the same kind, whose messages never meet those of others. A collective."""
     ranks = dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
