@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from logistic.tables import Row, as_text
 from networks.engines import as_first_says
-from networks.runs import QUICK, Run, Tables
+from networks.runs import ON_REQUEST, QUICK, Run, Tables
 from networks.store import Finished, Settings, Store
 
 SHOWN = ("topology", "H", "nodes", "split", "momentum")  # the settings of a run that are printed
@@ -93,7 +93,7 @@ def add_options(parser: argparse.ArgumentParser, tables: Tables, results: Path) 
 def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, tables: Tables, results: Path) -> None:
     """Fills in the defaults that depend on other options, and reports wrong options."""
     options.seeds = options.seeds or (1 if options.quick else None)
-    options.table = options.table or ([QUICK] if options.quick else [name for name in tables if name != QUICK])
+    options.table = options.table or ([QUICK] if options.quick else [name for name in tables if name not in ON_REQUEST])
     options.out = options.out or (Path(f"{results.stem}-quick.csv") if options.quick else results)
     names = list(dict.fromkeys(run.name for name in options.table for run in tables[name].runs))
     if unknown := [name for name in options.method or () if name not in names]:

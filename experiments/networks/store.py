@@ -16,11 +16,12 @@ from rumor.checkpoint.files import replacing
 Row = dict[str, str]
 Key = tuple[str, ...]
 KEY = (  # the columns that identify a run
-    *("method", "topology", "H", "nodes", "stretch", "epochs", "steps", "seed", "split", "momentum", "bits"),
+    *("method", "topology", "H", "nodes", "stretch", "epochs", "steps", "seed", "split", "momentum", "bits", "state"),
     *("lr", "batch", "weight_decay", "smoothing", "net", "data"),
 )
 COLUMNS = ("table", *KEY, "accuracy", "worst_node", "loss", "global_share", "hours", "gpu_seconds", "device")
 CURVE_COLUMNS = (*KEY, "point", "loss", "value")
+ADDED = {"state": ""}  # columns that older files do not have, with the value that their runs had
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,8 @@ def _read(path: Path, columns: tuple[str, ...]) -> list[Row]:
         return []
     text = path.read_text("utf-8", errors="replace")
     reader = csv.DictReader(StringIO(text, newline=""), restkey="more")
-    rows, other = list(reader), set(reader.fieldnames or ()) ^ set(columns)
+    there = set(reader.fieldnames or ())
+    rows, other = [{**ADDED, **row} for row in reader], (there | ADDED.keys()) ^ set(columns)
     if other:
         raise ValueError(f"{path} has missing or unknown columns, {', '.join(sorted(other))}: give another file with --out")
     broken = next((at for at, row in enumerate(rows, 2) if "more" in row or None in row.values()), None)
