@@ -29,6 +29,7 @@ from tqdm import tqdm
 import rumor
 from logistic.tables import Row, as_text
 from networks.command import above_zero, at_least_one
+from networks.compare import with_interval
 from networks.engines import device_name
 from rumor.methods import Algorithm
 from rumor.model.optimizer_state import AverageState
@@ -189,21 +190,34 @@ def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Names
     return held_out_loss(sim.mean_model(), text, options.evaluated), sent / 1e6, seconds  # type: ignore[arg-type]
 
 
-def table(rows: list[dict[str, str]]) -> str:
-    """For each method the held-out loss at each learning rate, and at its best one the difference to DDP's best and the bytes."""
-    rates = sorted({float(row["lr"]) for row in rows})
-    losses = {(row["method"], float(row["lr"])): [] for row in rows}  # type: dict[tuple[str, float], list[float]]
+def at_best(rows: list[dict[str, str]]) -> dict[str, tuple[float, dict[int, float]]]:
+    """For each method its best learning rate, among the rates with the most seeds, and the loss by seed there."""
+    losses: dict[str, dict[float, dict[int, float]]] = {}
     for row in rows:
-        losses[row["method"], float(row["lr"])].append(float(row["loss"]))
-    sent = {row["method"]: float(row["megabytes"]) for row in rows}
-    means = {key: float(np.mean(values)) for key, values in losses.items()}
-    best = {method: min(loss for (own, _), loss in means.items() if own == method) for method in sent}
+        losses.setdefault(row["method"], {}).setdefault(float(row["lr"]), {})[int(row["seed"])] = float(row["loss"])
+    return {
+        method: min(rates.items(), key=lambda tried: (-len(tried[1]), np.mean(list(tried[1].values())))) for method, rates in losses.items()
+    }
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """For each method the mean held-out loss at each learning rate, and at its best one the difference to DDP's best and the bytes.
+
+    The differences are seed by seed, with the 95 % interval of their mean.
+    """
+    rates = sorted({float(row["lr"]) for row in rows})
+    sent, best = {row["method"]: float(row["megabytes"]) for row in rows}, at_best(rows)
+    ddp = best.get("DDP", (0.0, {}))[1]
     shown: list[Row] = []
-    for method in sent:
-        cells = {f"lr {lr:g}": f"{means[method, lr]:.3f}" if (method, lr) in means else "" for lr in rates}
-        away = f"{best[method] - best['DDP']:+.3f}" if "DDP" in best else "-"
-        share = f"1/{sent['DDP'] / sent[method]:.1f}" if "DDP" in sent and sent[method] else "-"
-        shown.append({"method": method, **cells, "best - DDP's best": away, "bytes": share})
+    for method in (name for name in METHODS if name in best):
+        cells: Row = {"method": method}
+        for lr in rates:
+            losses = [float(row["loss"]) for row in rows if row["method"] == method and float(row["lr"]) == lr]
+            cells[f"{lr:g}"] = f"{np.mean(losses):.3f}" if losses else "-"
+        away = [loss - ddp[seed] for seed, loss in best[method][1].items() if seed in ddp]
+        cells["best - DDP's best"] = "-" if method == "DDP" else with_interval(away, 3)
+        cells["bytes"] = f"1/{sent['DDP'] / sent[method]:.1f}" if "DDP" in sent and sent[method] and method != "DDP" else "1"
+        shown.append(cells)
     return as_text(shown)
 
 

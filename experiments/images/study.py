@@ -23,18 +23,16 @@ ON_ALL = (
     replace(FOUR_BITS, state="global"),
     replace(FOUR_BITS, state="always"),
     replace(FOUR_BITS, H=(3, 24)),
+    replace(FOUR_BITS, H=(3, 24), state="global"),
     replace(FOUR_BITS, H=(3, 24), state="always"),
+    *(Run(QUASI_GLOBAL, H=H, bits=4, momentum=0.0) for H in (6, (3, 24))),  # it has its own momentum instead of the optimizer's
 )
-ON_UNEVEN = (  # quasi-global momentum has its own instead of the optimizer's
-    Run(QUASI_GLOBAL, H=6, bits=4, momentum=0.0),
-    Run("Scaffold", H=6, bits=4),
-    Run(TRACKING, H=6, bits=4),
-)
+ON_UNEVEN = (Run("Scaffold", H=6, bits=4), Run(TRACKING, H=6, bits=4))
 
 
 def beyond(nodes: int, odd: int) -> Table:
     """Methods that are not the paper's: on `nodes` nodes with even and uneven labels, and on `odd` nodes, not a power of two."""
-    on_base_graph = (replace(run, topology="base_graph") for run in ON_ALL if run.method == "Gossip-PGA" and run.bits == 4)
+    on_base_graph = changed((FOUR_BITS, replace(FOUR_BITS, H=(3, 24), state="global")), topology="base_graph")
     uneven = (run for alpha in (0.3, 0.1) for run in changed((*ON_ALL, *ON_UNEVEN), split=f"dirichlet({alpha})"))
     return Table((*changed((*ON_ALL, *uneven), nodes=nodes), *changed((*ON_ALL, *on_base_graph), nodes=odd)), seeds=5)
 

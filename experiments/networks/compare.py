@@ -98,6 +98,31 @@ def p_value(ours: Seeds, theirs: Seeds) -> float | None:
     return float(ttest_rel(*pairs).pvalue)
 
 
+def half_interval(values: Sequence[float]) -> float:
+    """Return half the width of the 95 % confidence interval of the mean (Student's t), NaN for fewer than two values.
+
+    >>> round(half_interval([1.0, 2.0, 3.0]), 2)
+    2.48
+    """
+    from scipy.stats import t
+
+    if len(values) < 2:
+        return math.nan
+    return float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def with_interval(values: Sequence[float], digits: int) -> str:
+    """Format the mean with its sign, and the 95 % confidence interval if there are at least two values.
+
+    >>> with_interval([0.1, 0.2, 0.3], 2), with_interval([0.1], 2)
+    ('+0.20 ± 0.25', '+0.10')
+    """
+    if not values:
+        return "-"
+    half = half_interval(values)
+    return f"{statistics.mean(values):+.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
+
+
 def first_epoch(curve: Sequence[tuple[float, float]], target: float) -> float:
     """Return the first epoch that ends at the target accuracy or above, or infinity.
 

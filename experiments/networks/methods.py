@@ -121,7 +121,7 @@ class GradientTracking(FollowsLr):
 
     def start(self, nodes: Nodes) -> State:
         state = super().start(nodes)
-        self.add_buckets(state, nodes, "y", "d")
+        self.add_buckets(state, nodes, "y", "d", "y_left_out")
         state.send_buffers = [nodes.engine.allocate(y.shape, y.dtype, y.device) for y in state.buckets["y"]]
         return state
 
@@ -134,7 +134,7 @@ class GradientTracking(FollowsLr):
             state.send_buffers[b].tensor.copy_(y)
         received = super().begin(step, nodes, state)
         if step.kind == "global":
-            pending = nodes.engine.mean(state.send_buffers, step.k)
+            pending = nodes.engine.mean(state.send_buffers, step.k, bits=self.bits, left_out=state.buckets["y_left_out"])
         else:
             pending = [nodes.engine.gossip(y, self.topology, step.k, bits=self.bits) for y in state.send_buffers]
         return self.remember(received, pending, nodes, state)
