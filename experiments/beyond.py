@@ -97,9 +97,10 @@ def point_of(seeds: Seeds, mark: str = "") -> Point:
 
 
 def of_images(table: str, store: Store, nodes: int, split: str) -> list[Point]:
-    """Return the runs that have at least three seeds."""
-    found = compare.of_table(IMAGES[table], store)
-    return [point_of(seeds) for seeds in found if (seeds.run.nodes, seeds.run.split) == (nodes, split) and len(seeds.values) > 2]
+    """Return the runs that have at least three seeds; none before Parallel SGD has, which the others are compared with."""
+    found = [seeds for seeds in compare.of_table(IMAGES[table], store) if (seeds.run.nodes, seeds.run.split) == (nodes, split)]
+    points = [point_of(seeds) for seeds in found if len(seeds.values) >= 3]
+    return points if points and points[0].name == "Parallel SGD" else []
 
 
 def of_bert(by_rate: Mapping[float, Store]) -> list[Point]:
@@ -237,7 +238,7 @@ def _range(panel: Panel) -> tuple[float, float]:
         side([side(point.mean, point.mean + sign * min(_half(point, first), most)) for point in near])
         for side, sign in ((min, -1), (max, 1))
     )
-    room = 0.08 * (high - low)
+    room = max(0.08 * (high - low), 1e-3)
     return low - room, high + room
 
 
