@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -40,6 +41,7 @@ KEY = ("method", "lr", "seed", "nodes", "steps", "batch", "length", "width", "la
 COLUMNS = (*KEY, "loss", "megabytes", "seconds", "device")
 H, BITS, CLIP, BETAS = 6, 4, 1.0, (0.9, 0.95)
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+LEAST = 3  # seeds of a mean in the table
 PEERS = 2  # nodes in the mean that a gossip step of one_peer_exponential takes
 
 Mixing = Literal["own", "mean", "coded mean", "gossip"]
@@ -203,8 +205,12 @@ def at_best(rows: list[dict[str, str]]) -> dict[str, tuple[float, dict[int, floa
 def table(rows: list[dict[str, str]]) -> str:
     """For each method the mean held-out loss at each learning rate, and at its best one the difference to DDP's best and the bytes.
 
-    The differences are seed by seed, with the 95 % interval of their mean.
+    The differences are seed by seed, with the 95 % interval of their mean. Trials of fewer seeds than LEAST are left out, if there are
+    others.
     """
+    seeds = Counter((row["method"], row["lr"]) for row in rows)
+    least = min(LEAST, max(seeds.values()))
+    rows = [row for row in rows if seeds[row["method"], row["lr"]] >= least]
     rates = sorted({float(row["lr"]) for row in rows})
     sent, best = {row["method"]: float(row["megabytes"]) for row in rows}, at_best(rows)
     ddp = best.get("DDP", (0.0, {}))[1]

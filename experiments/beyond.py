@@ -114,6 +114,8 @@ def of_gpt(rows: list[dict[str, str]]) -> list[Point]:
     sent = {row["method"]: float(row["megabytes"]) for row in rows}
     points = []
     for method, (lr, values) in adamw.at_best(rows).items():
+        if len(values) < adamw.LEAST:
+            continue
         corrected = "Gossip-PGA, corrected for Adam"
         base = "Parallel SGD" if method.startswith("DDP") else method.split(",")[0]
         family = corrected if "corrected" in method else "Gossip-PGA, state averaged" if "state" in method else base
