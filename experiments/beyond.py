@@ -37,6 +37,7 @@ PAGE, CHOOSING = ROOT / "docs" / "beyond.md", ROOT / "docs" / "choosing.md"
 PICTURE = ROOT / "docs" / "beyond" / "bytes.png"
 SMALL = ("--net", "mlp", "--epochs", "6", "--table", "beyond small", "--device", "cpu", "--out", str(RESULTS / "beyond.csv"))
 GPT_SIZE = {"nodes": "4", "steps": "400", "width": "96"}  # of the runs on the page
+GREY, BESIDE = "#777777", 1.06  # a colour; how far apart points of the same bytes are drawn
 FAMILIES = {  # colour and marker
     "Parallel SGD": (BLACK, "o"),
     "Local SGD": (ORANGE, "s"),
@@ -46,11 +47,11 @@ FAMILIES = {  # colour and marker
     "Gossip-PGA, state averaged": (BLUE, "D"),
     "Gossip-PGA, H by learning rate": (SKY, "o"),
     "Gossip-PGA, H by learning rate, state averaged": (SKY, "D"),
-    "Gossip-PGA on the base graph": (PURPLE, "o"),
+    "Gossip-PGA on the base graph": (GREY, "o"),
     "Gossip-PGA, corrected for Adam": (GREEN, "D"),
     QUASI_GLOBAL: (VERMILION, "P"),
-    "Scaffold": (VERMILION, "X"),
-    TRACKING: (VERMILION, "*"),
+    "Scaffold": (PURPLE, "X"),
+    TRACKING: (PURPLE, "*"),
 }
 
 
@@ -213,21 +214,36 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     axis.minorticks_off()
     axis.set_xlim(1.15, 1 / 60)  # fewer bytes to the right
     axis.grid(alpha=0.25, linewidth=0.5)
-    for point in panel.points:
+    places = _side_by_side([point.sent for point in panel.points])
+    for point, place in zip(panel.points, places, strict=True):
         colour, marker = FAMILIES[point.family]
         look = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 1, "capsize": 2, "alpha": 0.85}
-        axis.errorbar(point.sent, point.mean, _half(point, panel.points[0]), label=point.family, **look)
+        axis.errorbar(place, point.mean, _half(point, panel.points[0]), label=point.family, **look)
     if not panel.points:
         axis.text(0.5, 0.5, "not run yet", transform=axis.transAxes, ha="center")
         return
     axis.axhline(panel.points[0].mean, color=BLACK, linewidth=0.7, linestyle=":")
     low, high = _range(panel)
     axis.set_ylim(low, high)
-    for point in panel.points:  # an arrow for what is left out
+    for point, place in zip(panel.points, places, strict=True):  # an arrow for what is left out
         if not low <= point.mean <= high:
             edge, back = (low, 14) if point.mean < low else (high, -14)
             arrow = {"arrowstyle": "->", "color": FAMILIES[point.family][0]}
-            axis.annotate("", (point.sent, edge), (0, back), textcoords="offset points", arrowprops=arrow)
+            axis.annotate("", (place, edge), (0, back), textcoords="offset points", arrowprops=arrow)
+
+
+def _side_by_side(shares: Sequence[float]) -> list[float]:
+    """Move points apart that would hide each other.
+
+    >>> [round(share, 3) for share in _side_by_side([0.1, 0.1, 0.5])]
+    [0.1, 0.094, 0.5]
+    """
+    places: list[float] = []
+    for share in shares:
+        while any(max(share / other, other / share) < BESIDE - 1e-9 for other in places):
+            share /= BESIDE
+        places.append(share)
+    return places
 
 
 def _range(panel: Panel) -> tuple[float, float]:

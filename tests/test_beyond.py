@@ -1,5 +1,6 @@
 """experiments/beyond.py: docs/beyond.md, its picture, and the table for Adam, from the committed results."""
 
+import doctest
 import inspect
 import sys
 from dataclasses import replace
@@ -93,3 +94,7 @@ def test_the_methods_on_the_page_are_those_of_the_file() -> None:
     page = (ROOT / "docs" / "extending.md").read_text()
     for method in (methods.FollowsLr, methods.QuasiGlobalMomentum, methods.Scaffold):
         assert inspect.getsource(method) in page
+
+
+def test_examples_are_true() -> None:
+    assert doctest.testmod(beyond).failed == 0
