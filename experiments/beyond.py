@@ -37,6 +37,17 @@ PAGE, CHOOSING = ROOT / "docs" / "beyond.md", ROOT / "docs" / "choosing.md"
 PICTURE = ROOT / "docs" / "beyond" / "bytes.png"
 SMALL = ("--net", "mlp", "--epochs", "6", "--table", "beyond small", "--device", "cpu", "--out", str(RESULTS / "beyond.csv"))
 GPT_SIZE = {"nodes": "4", "steps": "400", "width": "96"}  # of the runs on the page
+BOTH = "Gossip-PGA, H 3 to 24, state global, 4 bits"
+PAIRS = (  # what is compared method by method
+    (f"{QUASI_GLOBAL}, 4 bits", "Gossip-PGA, 4 bits"),
+    (f"{QUASI_GLOBAL}, 4 bits", "Gossip-PGA, state global, 4 bits"),
+    (f"{QUASI_GLOBAL}, 4 bits", "Gossip-PGA, H 3 to 24, 4 bits"),
+    (f"{QUASI_GLOBAL}, H 3 to 24, 4 bits", BOTH),
+    ("Scaffold, 4 bits", "Gossip-PGA, 4 bits"),
+    (f"{TRACKING}, 4 bits", "Gossip-PGA, 4 bits"),
+    ("Gossip-PGA, H 3 to 24, 4 bits", "Gossip-AGA, 4 bits"),
+    (BOTH, "Gossip-AGA, 4 bits"),
+)
 GREY, BESIDE = "#777777", 1.06  # a colour; how far apart points of the same bytes are drawn
 FAMILIES = {  # colour and marker
     "Parallel SGD": (BLACK, "o"),
@@ -171,9 +182,24 @@ def _away(ours: dict[int, float], theirs: dict[int, float], digits: int) -> str:
     return compare.with_interval([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())], digits)
 
 
+def pairs_table(by_word: Mapping[str, Panel]) -> str:
+    """How far methods of nearly the same bytes are apart, in accuracy (%) and in training loss."""
+    rows: list[tables.Row] = []
+    for ours, theirs in PAIRS:
+        row: tables.Row = {"method": ours.removesuffix(", 4 bits"), "minus": theirs.removesuffix(", 4 bits")}
+        for word, title in (("small-16", "even"), ("small-0.3", "Dirichlet(0.3)"), ("small-0.1", "Dirichlet(0.1)")):
+            found = {point.name: point for point in by_word[word].points}
+            a, b = found.get(ours), found.get(theirs)
+            row[title] = (
+                "-" if a is None or b is None else f"{_away(a.values, b.values, 1)}; loss {_away(a.training or {}, b.training or {}, 3)}"
+            )
+        rows.append(row)
+    return tables.as_text(rows)
+
+
 def filled_in(text: str, found: Sequence[Panel]) -> str:
     by_word = {panel.word: panel for panel in found}
-    return tables.filled_in(text, lambda word: table_of(by_word[word]))
+    return tables.filled_in(text, lambda word: pairs_table(by_word) if word == "pairs" else table_of(by_word[word]))
 
 
 def choosing(text: str) -> str:
