@@ -1,8 +1,8 @@
 """AdamW on a GPT: which methods that average models come close to DDP, and with how many bytes?
 
 Each node's second moment is that of its own noisy gradient, so at one learning rate its steps are shorter than DDP's. Expect methods that
-average models to need a higher learning rate than DDP, or a second moment that is corrected for the noise. All nodes are simulated in one
-process, and DDP itself is a step with the mean gradient of all nodes.
+average models to need a higher learning rate than DDP, or a second moment that is corrected for the noise. Nodes can also mix their
+gradients before the optimizer's step. All nodes are simulated in one process, and DDP itself is a step with the mean gradient of all nodes.
 
     python experiments/adamw.py --data FOLDER                                   # FOLDER/enwik8; all methods at all learning rates
     python experiments/adamw.py --data FOLDER --methods DDP Gossip-PGA --lr 0.001 0.002 --seeds 3
@@ -16,9 +16,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from tqdm import tqdm
 import rumor
 from logistic.tables import Row, as_text
 from networks.command import above_zero, at_least_one
+from networks.compare import with_interval
 from networks.engines import device_name
 from rumor.methods import Algorithm
 from rumor.model.optimizer_state import AverageState
@@ -38,7 +40,11 @@ RESULTS = Path(__file__).parent / "results" / "adamw.csv"
 KEY = ("method", "lr", "seed", "nodes", "steps", "batch", "length", "width", "layers")
 COLUMNS = (*KEY, "loss", "megabytes", "seconds", "device")
 H, BITS, CLIP, BETAS = 6, 4, 1.0, (0.9, 0.95)
-RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
+LEAST = 3  # seeds of a mean in the table
+PEERS = 2  # nodes in the mean that a gossip step of one_peer_exponential takes
+
+Mixing = Literal["own", "mean", "coded mean", "gossip"]
 
 
 class Method(NamedTuple):
@@ -47,29 +53,68 @@ class Method(NamedTuple):
     Attributes:
         build: the method for n nodes.
         state: how the optimizer's state is averaged.
-        averages_gradients: whether all nodes take the mean gradient, as in DDP.
+        gradients: what a node's optimizer is given: the node's own gradient, the mean of all nodes (DDP), that mean with codes of 4 bits
+            (DDP with our hook), or the mean of two nodes by a gossip step of 4 bits.
         corrects_noise: whether second moments are those that the mean gradient would have (`SecondMoments`).
     """
 
     build: Callable[[int], Algorithm]
     state: AverageState | None = None
-    averages_gradients: bool = False
+    gradients: Mixing = "own"
     corrects_noise: bool = False
 
 
-def pga(n: int) -> Algorithm:
+def pga(n: int, H: int = H) -> Algorithm:
     return rumor.gossip_pga(rumor.one_peer_exponential(n), H, bits=BITS)
 
 
+def alone(n: int) -> Algorithm:
+    return rumor.local_sgd(n, 2**30)
+
+
+def local(n: int) -> Algorithm:
+    return rumor.local_sgd(n, H, bits=BITS)
+
+
 METHODS: dict[str, Method] = {
-    "DDP": Method(lambda n: rumor.local_sgd(n, 2**30), averages_gradients=True),
+    "DDP": Method(alone, gradients="mean"),
+    "DDP, 4 bits": Method(alone, gradients="coded mean"),
     "Parallel SGD": Method(lambda n: rumor.parallel_sgd(n, bits=BITS)),
-    "Local SGD": Method(lambda n: rumor.local_sgd(n, H, bits=BITS)),
+    "Local SGD": Method(local),
     "Gossip-PGA": Method(pga),
     "Gossip-PGA, state at global rounds": Method(pga, "global"),
     "Gossip-PGA, corrected": Method(pga, corrects_noise=True),
+    "Gossip-PGA, corrected, state at global rounds": Method(pga, "global", corrects_noise=True),
+    "Gossip-PGA, H = 2": Method(lambda n: pga(n, 2)),
+    "Gossip-PGA, H = 2, corrected": Method(lambda n: pga(n, 2), corrects_noise=True),
+    "Local SGD, gossiped gradients": Method(local, gradients="gossip"),
+    "Local SGD, gossiped gradients, corrected": Method(local, gradients="gossip", corrects_noise=True),
+    "Gossip-PGA, gossiped gradients": Method(pga, gradients="gossip"),
     "DiLoCo": Method(lambda n: rumor.diloco(n, 4 * H, bits=BITS)),
 }
+
+
+class Gradients:
+    """Mixes the gradients of all nodes before the optimizer's step. The simulator's engine carries them, and counts their bytes."""
+
+    def __init__(self, sim: rumor.Simulator, mixing: Mixing):
+        self._engine, self._leaves, self._mixing = sim.engine, list(sim.parameters()), mixing
+        self._topology = rumor.one_peer_exponential(sim.n)
+        self._left_out = torch.zeros_like(sim.X)
+
+    @torch.no_grad()
+    def mix(self, k: int) -> None:
+        grads = [leaf.grad for leaf in self._leaves if leaf.grad is not None]
+        x = torch.cat([g.flatten(1) for g in grads], dim=1)  # [n, d]
+        if self._mixing == "mean":
+            pending = self._engine.mean([x], k)[0]
+        elif self._mixing == "coded mean":
+            pending = self._engine.mean([x], k, bits=BITS, left_out=[self._left_out])[0]
+        else:
+            pending = self._engine.gossip(x, self._topology, k, bits=BITS)
+        mixed = pending.wait().x.expand_as(x).split([g[0].numel() for g in grads], dim=1)
+        for g, part in zip(grads, mixed, strict=True):
+            g.copy_(part.view_as(g))
 
 
 class SecondMoments:
@@ -83,7 +128,7 @@ class SecondMoments:
     This needs no communication. It keeps one more copy of v: what the optimizer's step started from.
     """
 
-    def __init__(self, opt: torch.optim.Optimizer, leaves: list[Tensor], n: int):
+    def __init__(self, opt: torch.optim.Optimizer, leaves: list[Tensor], n: float):
         self._opt, self._leaves, self._n = opt, leaves, n
         self._before = [torch.zeros_like(leaf) for leaf in leaves]
 
@@ -122,7 +167,8 @@ def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Names
     opt = torch.optim.AdamW(leaves, lr=lr, weight_decay=0.1, betas=BETAS, fused=True)
     if method.state is not None:
         sim.average_state(opt, method.state)
-    moments = SecondMoments(opt, leaves, n) if method.corrects_noise else None
+    gradients = None if method.gradients == "own" else Gradients(sim, method.gradients)
+    moments = SecondMoments(opt, leaves, n / PEERS if method.gradients == "gossip" else n) if method.corrects_noise else None
     draw = torch.Generator().manual_seed(1_000 + seed)
     last, began = last_start(text, options.length), time.perf_counter()
     for step in tqdm(range(options.steps), desc=f"{name}, lr {lr:g}, seed {seed}", leave=False, disable=None):
@@ -132,9 +178,8 @@ def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Names
         with sdpa_kernel(SDPBackend.MATH):  # vmap would run the others node by node
             losses = sim(loss_of, sequences(text, starts.to(text.device), options.length))
         losses.sum().backward()
-        if method.averages_gradients:
-            for leaf in leaves:
-                leaf.grad = leaf.grad.mean(0, keepdim=True).expand_as(leaf).contiguous()  # type: ignore[union-attr]
+        if gradients is not None:
+            gradients.mix(step)
         clip(leaves)
         opt.step()
         opt.zero_grad()
@@ -143,26 +188,42 @@ def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Names
         sim.step(losses)
         if moments is not None:
             moments.remember()
-    numbers = sum(leaf[0].numel() for leaf in leaves)
-    sent = 4 * numbers * 2 * (n - 1) / n * options.steps if method.averages_gradients else sim.metrics.bytes_sent
-    return held_out_loss(sim.mean_model(), text, options.evaluated), sent / 1e6, time.perf_counter() - began  # type: ignore[arg-type]
+    seconds, sent = time.perf_counter() - began, sim.metrics.bytes_sent
+    return held_out_loss(sim.mean_model(), text, options.evaluated), sent / 1e6, seconds  # type: ignore[arg-type]
+
+
+def at_best(rows: list[dict[str, str]]) -> dict[str, tuple[float, dict[int, float]]]:
+    """For each method its best learning rate, among the rates with the most seeds, and the loss by seed there."""
+    losses: dict[str, dict[float, dict[int, float]]] = {}
+    for row in rows:
+        losses.setdefault(row["method"], {}).setdefault(float(row["lr"]), {})[int(row["seed"])] = float(row["loss"])
+    return {
+        method: min(rates.items(), key=lambda tried: (-len(tried[1]), np.mean(list(tried[1].values())))) for method, rates in losses.items()
+    }
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """For each method the held-out loss at each learning rate, and at its best one the difference to DDP's best and the bytes."""
+    """For each method the mean held-out loss at each learning rate, and at its best one the difference to DDP's best and the bytes.
+
+    The differences are seed by seed, with the 95 % interval of their mean. Trials of fewer seeds than LEAST are left out, if there are
+    others.
+    """
+    seeds = Counter((row["method"], row["lr"]) for row in rows)
+    least = min(LEAST, max(seeds.values()))
+    rows = [row for row in rows if seeds[row["method"], row["lr"]] >= least]
     rates = sorted({float(row["lr"]) for row in rows})
-    losses = {(row["method"], float(row["lr"])): [] for row in rows}  # type: dict[tuple[str, float], list[float]]
-    for row in rows:
-        losses[row["method"], float(row["lr"])].append(float(row["loss"]))
-    sent = {row["method"]: float(row["megabytes"]) for row in rows}
-    means = {key: float(np.mean(values)) for key, values in losses.items()}
-    best = {method: min(loss for (own, _), loss in means.items() if own == method) for method in sent}
+    sent, best = {row["method"]: float(row["megabytes"]) for row in rows}, at_best(rows)
+    ddp = best.get("DDP", (0.0, {}))[1]
     shown: list[Row] = []
-    for method in sent:
-        cells = {f"lr {lr:g}": f"{means[method, lr]:.3f}" if (method, lr) in means else "" for lr in rates}
-        away = f"{best[method] - best['DDP']:+.3f}" if "DDP" in best else "-"
-        share = f"1/{sent['DDP'] / sent[method]:.1f}" if "DDP" in sent and sent[method] else "-"
-        shown.append({"method": method, **cells, "best - DDP's best": away, "bytes": share})
+    for method in (name for name in METHODS if name in best):
+        cells: Row = {"method": method}
+        for lr in rates:
+            losses = [float(row["loss"]) for row in rows if row["method"] == method and float(row["lr"]) == lr]
+            cells[f"{lr:g}"] = f"{np.mean(losses):.3f}" if losses else "-"
+        away = [loss - ddp[seed] for seed, loss in best[method][1].items() if seed in ddp]
+        cells["best - DDP's best"] = "-" if method == "DDP" else with_interval(away, 3)
+        cells["bytes"] = f"1/{sent['DDP'] / sent[method]:.1f}" if "DDP" in sent and sent[method] and method != "DDP" else "1"
+        shown.append(cells)
     return as_text(shown)
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from images.data import Data, Scale, load
 from images.networks import NETWORKS
 from images.split import split_of
-from images.study import PARALLEL, RECIPES, RESNET, SHORT, TABLES, USUAL, Recipe, settings_of
+from images.study import OF_NETWORK, PARALLEL, RECIPES, SHORT, TABLES, USUAL, Recipe, settings_of
 from images.train import loss_of, optimizer, train
 from networks import command
 from networks.engines import OneOfMany, Simulated, Trainer, TrainerCache, as_first_says, device_name
@@ -75,7 +75,7 @@ class Runner:
         return settings_of(run, self.recipe(run), self.data.name, images, net, self.options.out)
 
     def recipe(self, run: Run) -> Recipe:
-        special = RESNET if self.options.net == "resnet50" else SHORT if self.options.quick else {}
+        special = {**(SHORT if self.options.quick else {}), **OF_NETWORK.get(self.options.net, {})}
         recipe = command.changed_by(self.options, RECIPES[run.recipe]._replace(**special))
         return recipe if self.options.lr is None else recipe._replace(is_tuned=False)
 
@@ -107,8 +107,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "weight_decay": (command.share, "weight decay, not for norms and biases"),
         "label_smoothing": (command.share, "label smoothing, >= 0 and < 1"),
     }
+    ways = {"--quick": SHORT, **{f"--net {net}": values for net, values in OF_NETWORK.items()}}
     for name, (kind, what) in options_of_recipe.items():
-        others = [f", with {way} {values[name]:g}" for way, values in (("--quick", SHORT), ("--net resnet50", RESNET)) if name in values]
+        others = [f", with {way} {values[name]:g}" for way, values in ways.items() if name in values]
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=kind,

@@ -35,7 +35,7 @@ from networks.compare import Seeds  # noqa: E402
 from networks.engines import OneOfMany, as_first_says, mean_over_ranks  # noqa: E402
 from networks.page import _to_target, filled_in, stores  # noqa: E402
 from networks.pictures import draw_curves, draw_periods  # noqa: E402
-from networks.runs import Run, Table, tables_of  # noqa: E402
+from networks.runs import ON_REQUEST, Run, Table, tables_of  # noqa: E402
 from networks.store import ADDED, Finished, Point, Settings, Store  # noqa: E402
 from tests import warm  # noqa: E402
 from tests.cluster import Cluster  # noqa: E402
@@ -206,7 +206,7 @@ def test_a_split_that_starves_a_node_is_refused() -> None:
 
 
 def test_runs_are_shared_by_tables() -> None:
-    assert tables_of(Run("Gossip-PGA", H=6), TABLES) == ["7", "15", "8", "10", "bits"]
+    assert tables_of(Run("Gossip-PGA", H=6), TABLES) == ["7", "15", "8", "10", "bits", "beyond"]
     assert tables_of(Run("Gossip-PGA", H=6, seed=5), TABLES) == []
     assert tables_of(Run("Gossip-PGA", H=6, recipe="120 epochs"), TABLES) == ["7 at 120 epochs"]
 
@@ -284,7 +284,7 @@ def test_a_file_without_the_newer_columns_is_read(tmp_path: Path) -> None:
         assert len(older) < len(rows[0])
         file.write_text("".join(",".join(line[name] for name in older) + "\n" for line in ({name: name for name in older}, *rows)))
     store = Store(path, TABLES, settings_of)
-    assert store.find(run)["optimizer"] == "SGD"
+    assert (store.find(run)["optimizer"], store.find(run)["state"]) == ("SGD", "")
     assert store.curve(run) == (Point(1.0, 0.5), Point(0.1, 0.9))
 
 
@@ -431,6 +431,27 @@ def test_what_cannot_be_is_one_line_before_anything_is_trained(
         image_classification.main(["--data", str(tmp_path), *TOY, "--out", "found.csv", *wrong])
     assert REFUSED[wrong] in f"{exit.value} {capsys.readouterr().err}"
     assert not (tmp_path / "found.csv").exists()
+
+
+def test_a_network_has_its_own_defaults_in_every_recipe(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    data = load(tmp_path, CPU)
+
+    def recipe_of(*options: str) -> study.Recipe:
+        runner = image_classification.Runner(data, image_classification.parse(["--data", str(tmp_path), "--device", "cpu", *options]))
+        return runner.recipe(replace(study.PGA, recipe="120 epochs"))
+
+    usual = study.RECIPES["120 epochs"]
+    assert recipe_of() == usual
+    assert recipe_of("--net", "mlp") == usual._replace(lr=0.2, weight_decay=1e-4, label_smoothing=0.0)
+    assert recipe_of("--net", "mlp", "--quick") == usual._replace(lr=0.2, weight_decay=1e-4, label_smoothing=0.0, epochs=2)
+    assert recipe_of("--net", "mlp", "--weight-decay", "0.01").weight_decay == 0.01
+
+
+def test_tables_on_request_are_left_out_unless_named() -> None:
+    assert image_classification.parse(["--data", ".", "--device", "cpu"]).table == [name for name in TABLES if name not in ON_REQUEST]
+    assert image_classification.parse(["--data", ".", "--device", "cpu", "--table", "beyond small"]).table == ["beyond small"]
+    assert set(ON_REQUEST) <= TABLES.keys()
 
 
 def test_ranks_that_would_each_simulate_all_are_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

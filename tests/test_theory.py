@@ -9,6 +9,7 @@ import pytest
 
 import rumor
 from rumor import theory
+from rumor.schedule import Schedule, ScheduleState
 from rumor.theory.constants import _contractions
 
 GRAPHS: dict[str, Callable[[int], rumor.Topology]] = {"ring": rumor.ring, "grid": rumor.grid, "exponential": rumor.exponential}
@@ -153,6 +154,7 @@ def test_ten_thousand_nodes_are_quick() -> None:
         rumor.osgp(rumor.ring(4)),
         rumor.gossip_pga(rumor.ring(4), 4, delay=1),
         rumor.gossip_pga(rumor.ring(4), 4, average_rounds=2),
+        rumor.gossip_pga(rumor.ring(4), 4, bits=4),
         "gossip",
     ],
     ids=str,
@@ -160,6 +162,33 @@ def test_ten_thousand_nodes_are_quick() -> None:
 def test_what_the_paper_does_not_treat_is_refused(algorithm: object) -> None:
     with pytest.raises(ValueError, match="the paper has no theory of"):
         theory.transient_stage(algorithm)  # type: ignore[arg-type]
+
+
+class TwiceAsLong(Schedule):
+    """A schedule of one's own, whose longest period theory can't know: 2, 4, 8, ... steps."""
+
+    def start(self) -> ScheduleState:
+        return ScheduleState(H=2)
+
+    def is_global(self, state: ScheduleState) -> bool:
+        return state.C + 1 == state.H
+
+    def next(self, state: ScheduleState, signal: float | None = None) -> ScheduleState:
+        return (
+            state._replace(k=state.k + 1, C=0, H=2 * (state.H or 1))
+            if self.is_global(state)
+            else state._replace(k=state.k + 1, C=state.C + 1)
+        )
+
+    def resumed(self, state: ScheduleState) -> ScheduleState:
+        return state
+
+
+def test_a_schedule_of_ones_own_is_refused_with_the_way_out() -> None:
+    ring = rumor.ring(20)
+    with pytest.raises(ValueError, match=r"longest period of .*TwiceAsLong.* is unknown: use time_varying_mixing\(topology, periods\)"):
+        theory.mixing(rumor.gossip_pga(ring, H=TwiceAsLong()))
+    assert theory.time_varying_mixing(ring, [2, 4, 8]) == theory.mixing(rumor.gossip_pga(ring, 8))
 
 
 # ---- transient stages and times ------------------------------------------------------------------------------------------------------

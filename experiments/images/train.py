@@ -63,7 +63,7 @@ class Trained:
 def train(trainer: Trainer, run: Run, data: Data, scale: Scale, split: Split, settings: Settings) -> Trained:
     """Trains a whole run from the current model."""
     steps = settings.steps
-    trainer.start(run.algorithm(steps))
+    trainer.start(run.algorithm(steps), run.state)
     curve: list[Point] = []
     k, rounds, began = 0, 0, time.perf_counter()
     with step_bar(steps) as bar:

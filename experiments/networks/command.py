@@ -20,7 +20,7 @@ from tqdm import tqdm
 from logistic.tables import Row, as_text
 from networks import trials
 from networks.engines import as_first_says
-from networks.runs import QUICK, Run, Tables
+from networks.runs import ON_REQUEST, QUICK, Run, Tables
 from networks.store import Finished, Settings, Store
 
 SHOWN = ("topology", "H", "nodes", "split", "momentum")  # the settings of a run that are printed
@@ -102,7 +102,7 @@ def complete(options: argparse.Namespace, parser: argparse.ArgumentParser, table
     """Fills in the defaults that depend on other options, and reports wrong options."""
     options.began = time.monotonic()
     options.seeds = options.seeds or (1 if options.quick or options.tune else None)
-    options.table = options.table or ([QUICK] if options.quick else [name for name in tables if name != QUICK])
+    options.table = options.table or ([QUICK] if options.quick else [name for name in tables if name not in ON_REQUEST])
     options.out = options.out or (Path(f"{results.stem}-quick.csv") if options.quick else results)
     if options.tune and options.lr is not None:
         parser.error(f"--tune tries its own learning rates: leave out --lr {options.lr:g}")

@@ -86,16 +86,13 @@ def difference(ours: Seeds, theirs: Seeds) -> float:
     return statistics.mean(first) - statistics.mean(second)
 
 
-def interval(ours: Seeds, theirs: Seeds, confidence: float = 0.95) -> tuple[float, float] | None:
-    """Return the interval of the mean difference over the seeds that both have (Student's t on pairs), or None with fewer than three."""
-    from scipy.stats import t
-
+def interval(ours: Seeds, theirs: Seeds) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean difference over the seeds that both have (on pairs), or None with fewer than three."""
     differences = [a - b for a, b in zip(*_pairs(ours, theirs), strict=True)]
     if len(differences) < 3 or ours.run == theirs.run:
         return None
-    mean, error = statistics.mean(differences), statistics.stdev(differences) / math.sqrt(len(differences))
-    away = float(t.ppf((1 + confidence) / 2, len(differences) - 1)) * error
-    return mean - away, mean + away
+    mean, half = statistics.mean(differences), half_interval(differences)
+    return mean - half, mean + half
 
 
 def p_value(ours: Seeds, theirs: Seeds) -> float | None:
@@ -108,6 +105,31 @@ def p_value(ours: Seeds, theirs: Seeds) -> float | None:
     if pairs[0] == pairs[1]:
         return 1.0
     return float(ttest_rel(*pairs).pvalue)
+
+
+def half_interval(values: Sequence[float]) -> float:
+    """Return half the width of the 95 % confidence interval of the mean (Student's t), NaN for fewer than two values.
+
+    >>> round(half_interval([1.0, 2.0, 3.0]), 2)
+    2.48
+    """
+    from scipy.stats import t
+
+    if len(values) < 2:
+        return math.nan
+    return float(t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+
+
+def with_interval(values: Sequence[float], digits: int) -> str:
+    """Format the mean with its sign, and the 95 % confidence interval if there are at least two values.
+
+    >>> with_interval([0.1, 0.2, 0.3], 2), with_interval([0.1], 2)
+    ('+0.20 ± 0.25', '+0.10')
+    """
+    if not values:
+        return "-"
+    half = half_interval(values)
+    return f"{statistics.mean(values):+.{digits}f}" + ("" if math.isnan(half) else f" ± {half:.{digits}f}")
 
 
 def first_epoch(curve: Sequence[Point], target: float) -> float:

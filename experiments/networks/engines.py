@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import rumor
-from rumor.methods.gossip_pga import Algorithm
+from rumor.methods import Algorithm
+from rumor.model.optimizer_state import AverageState
 
 T = TypeVar("T")
 Tensors = tuple[Tensor, ...]  # a batch: tensors of shape [nodes in this process, B, ...]
@@ -27,7 +28,7 @@ class Trainer(Protocol):
 
     nodes: list[int]  # the nodes in this process
 
-    def start(self, algorithm: Algorithm) -> None: ...
+    def start(self, algorithm: Algorithm, state: AverageState | None = None) -> None: ...  # state: as average_state of the Averager
     def step(self, batch: Tensors, lr: float) -> Tensor: ...  # returns the losses of the nodes in this process
     def mean_model(self) -> nn.Module: ...
     def node_models(self) -> Iterator[nn.Module]: ...
@@ -78,11 +79,14 @@ class Simulated:
         return losses.detach()
 
     @torch.no_grad()
-    def start(self, algorithm: Algorithm) -> None:
+    def start(self, algorithm: Algorithm, state: AverageState | None = None) -> None:
         """Starts a run from the current model."""
+        self.sim.restart(rumor.parallel_sgd(self.sim.n))  # which can average any state: that of the last run is dropped next
+        self.sim.average_state(self._opt, None)
         self.sim.restart(algorithm)
-        for state in self._opt.state.values():
-            for value in state.values():
+        self.sim.average_state(self._opt, state)
+        for of_parameter in self._opt.state.values():
+            for value in of_parameter.values():
                 if isinstance(value, Tensor):
                     value.zero_()
 
@@ -116,11 +120,11 @@ class OneOfMany:
         self._lr = torch.tensor(0.1, device=device)
         self._trained = DistributedDataParallel(model) if average_gradients else model
 
-    def start(self, algorithm: Algorithm) -> None:
+    def start(self, algorithm: Algorithm, state: AverageState | None = None) -> None:
         """Starts a run from the current model, which is equal on all ranks. From here on each rank has its own random numbers."""
         torch.manual_seed(1_000_003 * (torch.initial_seed() + 1) + self.nodes[0])
-        self._averager = rumor.Averager(self.model, algorithm)
         self._opt = self._optimizer(self.model.named_parameters(), self.model, self._lr)
+        self._averager = rumor.Averager(self.model, algorithm, optimizer=self._opt, average_state=state)
 
     def step(self, batch: Tensors, lr: float) -> Tensor:
         self._lr.fill_(lr)

@@ -166,9 +166,9 @@ def _away(seeds: Seeds, plain: Seeds, times: int, digits: int) -> str:
 
 def rates_table(by_rate: Mapping[float, Store]) -> str:
     """Methods of Table 11 at each learning rate that was tried, and the best of each method beside the best of Parallel SGD."""
-    by_run = _by_run(by_rate)
+    by_run = runs_by_rate(by_rate)
     rows: list[tables.Row] = []
-    best = [seeds for _, seeds in _at_best(by_run)]
+    best = [seeds for _, seeds in at_best(by_run)]
     for seeds in best:
         at, parallel = by_run[seeds.run], _parallel(seeds, best)
         if len(at) > 1 and parallel is not None:
@@ -178,7 +178,7 @@ def rates_table(by_rate: Mapping[float, Store]) -> str:
     return tables.as_text(rows) if rows else NOT_YET
 
 
-def _by_run(by_rate: Mapping[float, Store]) -> dict[Run, dict[float, Seeds]]:
+def runs_by_rate(by_rate: Mapping[float, Store]) -> dict[Run, dict[float, Seeds]]:
     by_run: dict[Run, dict[float, Seeds]] = {}
     for lr, store in by_rate.items():
         for seeds in compare.of_table(TEXT["11 earlier"], store):
@@ -186,7 +186,7 @@ def _by_run(by_rate: Mapping[float, Store]) -> dict[Run, dict[float, Seeds]]:
     return by_run
 
 
-def _at_best(by_run: dict[Run, dict[float, Seeds]]) -> list[tuple[float, Seeds]]:
+def at_best(by_run: dict[Run, dict[float, Seeds]]) -> list[tuple[float, Seeds]]:
     """Find the learning rate with the lowest loss for each run, among the rates with the most seeds."""
     return [min(at.items(), key=lambda tried: (-len(tried[1].values), tried[1].mean)) for at in by_run.values()]
 
@@ -295,7 +295,7 @@ def main() -> None:
     if found := compare.of_table(TEXT["11"], words) or compare.of_table(TEXT["11 earlier"], words):
         title = f"BERT, 8 nodes, {bands}"
         draw_curves(found, ("training loss", "held-out loss"), title, pictures / "figure-3.png")
-    if best := _at_best(_by_run(by_rate)):
+    if best := at_best(runs_by_rate(by_rate)):
         title = f"BERT, 8 nodes, each method at its best learning rate, {bands}"
         names = [f"{seeds.run.name}, {lr:g}" for lr, seeds in best]
         draw_curves([seeds for _, seeds in best], ("training loss", "held-out loss"), title, pictures / "rates.png", names)

@@ -6,43 +6,66 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import rumor
-from rumor.methods.gossip_pga import Algorithm
+from networks.methods import GradientTracking, QuasiGlobalMomentum, Scaffold
+from rumor.methods import Algorithm
+from rumor.model.optimizer_state import AverageState
+from rumor.schedule import Schedule
 
 AGA_WARM_UP = 0.04  # share of all steps
+POWER = 0.3  # of rumor.LearningRate: a tenth of the learning rate makes the period twice as long
 IID = "iid"
-QUICK = "quick"  # the name of a small table, which is run on request only
+QUICK = "quick"  # the name of a small table
+ON_REQUEST = (QUICK, "beyond small")  # tables that are run only if they are named
+QUASI_GLOBAL, TRACKING = "Quasi-global momentum", "Gradient tracking"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. `stretch` multiplies its length, and stretches the learning-rate schedule with it."""
+    """One training run. `stretch` multiplies its length, and stretches the learning-rate schedule with it.
+
+    `H` is the period; a pair is the shortest and the longest period of `rumor.LearningRate`.
+    """
 
     method: str
     topology: str = "one_peer_exponential"
-    H: int | None = None
+    H: int | tuple[int, int] | None = None
     nodes: int = 32
     stretch: int = 1
     split: str = IID  # or dirichlet(0.3)
     momentum: float | None = 0.9  # None if the optimizer has no momentum
     bits: int = 32  # of each number in a message
     recipe: str = ""  # the name of the study's recipe: epochs, batch, learning rate and the like
+    state: AverageState | None = None  # how nodes average the optimizer's state
     seed: int = 0
 
     @property
     def name(self) -> str:
-        """The name of the run in the paper, with its number of bits if that is not the paper's."""
-        return self.method + (f" x{self.stretch}" if self.stretch > 1 else "") + (f", {self.bits} bits" if self.bits < 32 else "")
+        """The name of the run in the paper, with what is not the paper's."""
+        marks = [f"H {self.H[0]} to {self.H[1]}"] if isinstance(self.H, tuple) else []
+        marks += ["base graph"] if self.topology == "base_graph" else []
+        marks += [f"state {self.state}"] if self.state else []
+        marks += [f"{self.bits} bits"] if self.bits < 32 else []
+        return ", ".join([self.method + (f" x{self.stretch}" if self.stretch > 1 else ""), *marks])
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which steps average globally, for methods with a period."""
+        return rumor.LearningRate(*self.H, POWER) if isinstance(self.H, tuple) else rumor.Periodic(self.H or 1)
 
     def algorithm(self, steps: int) -> Algorithm:
-        graph, H = getattr(rumor, self.topology)(self.nodes), self.H or 0
+        graph, H, bits = getattr(rumor, self.topology)(self.nodes), self.schedule, self.bits
+        first = self.H if isinstance(self.H, int) else 1
         make: dict[str, Callable[[], Algorithm]] = {
-            "Parallel SGD": lambda: rumor.parallel_sgd(self.nodes, bits=self.bits),
-            "Local SGD": lambda: rumor.local_sgd(self.nodes, H, bits=self.bits),
-            "Gossip SGD": lambda: rumor.gossip_sgd(graph, bits=self.bits),
+            "Parallel SGD": lambda: rumor.parallel_sgd(self.nodes, bits=bits),
+            "Local SGD": lambda: rumor.local_sgd(self.nodes, H, bits=bits),
+            "Gossip SGD": lambda: rumor.gossip_sgd(graph, bits=bits),
             "OSGP": lambda: rumor.osgp(graph),
-            "Gossip-PGA": lambda: rumor.gossip_pga(graph, H, bits=self.bits),
-            "Gossip-AGA": lambda: rumor.gossip_aga(graph, round(AGA_WARM_UP * steps), H_init=H, bits=self.bits),
-            "SlowMo": lambda: rumor.slowmo(graph, H, bits=self.bits),
+            "Gossip-PGA": lambda: rumor.gossip_pga(graph, H, bits=bits),
+            "Gossip-AGA": lambda: rumor.gossip_aga(graph, round(AGA_WARM_UP * steps), H_init=first, bits=bits),
+            "SlowMo": lambda: rumor.slowmo(graph, H, bits=bits),
+            QUASI_GLOBAL: lambda: QuasiGlobalMomentum(graph, H, bits=bits),
+            "Scaffold": lambda: Scaffold(graph, H, bits=bits),
+            TRACKING: lambda: GradientTracking(graph, H, bits=bits),
         }
         return make[self.method]()
 
