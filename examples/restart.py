@@ -70,9 +70,9 @@ def main() -> None:
         loss.backward()
         opt.step()
         averager.step(loss)
-        time.sleep(options.pause)
         if options.notes is not None:
             note(options.notes / f"{os.getpid()}.txt", step + 1, n)
+        time.sleep(options.pause)
         if (step + 1) % options.every == 0:
             rumor.save(options.folder, averager, step + 1, optimizer=opt)
     averager.finish()
