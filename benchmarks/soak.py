@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--only", choices=CONTESTANTS, action="append", help="contestant; repeat it for several (default: all)")
     parser.add_argument("--minutes", type=float, default=60.0, help="time limit of the whole test")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # and end the nodes
     deadline = time.monotonic() + 60 * given.minutes
     options = Options(given.processes, given.steps, given.pause, given.processes // 2 + 1, deadline)
     planned = plans(given.steps, given.processes, given.seed, tuple(given.apart))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,8 +46,7 @@ class Life:
 
     def jumps(self) -> int:
         """Steps of this process that the job lost or repeated: its count went back, or jumped ahead to that of the others."""
-        pairs = zip(self.notes, self.notes[1:], strict=False)
-        return sum(abs(after.step - before.step - 1) for before, after in pairs)
+        return sum(abs(after.step - before.step - 1) for before, after in pairwise(self.notes))
 
     def growth(self) -> float | None:
         """Growth of its memory from SETTLED steps after its start to its end, as a share; None if it ended earlier."""
