@@ -267,13 +267,13 @@ def main() -> None:
     deadline = time.monotonic() + 60 * given.minutes
     options = Options(given.processes, given.steps, given.pause, given.processes // 2 + 1, deadline)
     planned = plans(given.steps, given.processes, given.seed, tuple(given.apart))
-    found = {}
+    of_run = {key: value for key, value in asdict(options).items() if key != "deadline"}
+    results = {"machine": machine(), **of_run, "H": H, "seed": given.seed, "plan": [list(p) for p in planned], "found": {}}
     with tempfile.TemporaryDirectory() as folder:
         for i, what in enumerate(given.only or CONTESTANTS):
             jobs = [run(what, Path(folder) / f"{i}-{len(plan)}", options, plan) for plan in ([], planned)]
-            found[what] = compared(*jobs)
-    of_run = {key: value for key, value in asdict(options).items() if key != "deadline"}
-    save(given.out, {"machine": machine(), **of_run, "H": H, "seed": given.seed, "plan": [list(p) for p in planned], "found": found})
+            results["found"][what] = compared(*jobs)
+            save(given.out, results)
 
 
 if __name__ == "__main__":
