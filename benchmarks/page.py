@@ -131,14 +131,19 @@ def peers(results: dict[str, Any]) -> str:
 
 
 def soak(results: dict[str, Any]) -> str:
-    """The undisturbed job and the job with kills."""
-    what = f"{results['processes']} processes, {results['steps']:,} steps"
-    rows = [[what, "seconds", "kills", "started from step", "accuracy", "largest memory growth of a process"]]
-    for name in ("undisturbed", "killed"):
-        end, starts = results[name], results[name]["starts"]
-        cells = [f"{end['seconds']:.0f}", str(len(end["killed_after"])), ", ".join(map(str, starts)), f"{end['accuracy']:.1%}"]
-        rows.append([name, *cells, f"{max(end['memory']):+.2%}"])
-    return _text(rows)
+    """What each contestant keeps of its speed with the kills, and what the survivors lose; then the jobs in seconds, and accuracy."""
+    what = f"{results['processes']} nodes, {results['steps']:,} steps, {len(results['plan'])} kills"
+    kept = [[what, "throughput kept", "job speed kept", "restarts of survivors", "their steps lost", "seconds to the next average"]]
+    jobs = [["", "seconds", "accuracy", "largest memory growth of a survivor"]]
+    for name, found in results["found"].items():
+        killed = found["killed"]
+        gaps = f"{killed['median_seconds_to_next_average']:.1f}, at most {max(killed['seconds_to_next_average']):.1f}"
+        lost = [str(killed["restarts_of_survivors"]), f"{killed['steps_of_survivors_lost']:,}"]
+        kept.append([name, f"**{found['throughput_kept']:.0%}**", f"{found['job_speed_kept']:.0%}", *lost, gaps])
+        for when in ("undisturbed", "killed"):
+            memory, accuracy = found[when]["memory_growth"], f"{found[when]['accuracy']:.1%}"
+            jobs.append([f"{name}, {when}", f"{found[when]['seconds']:.0f}", accuracy, "-" if memory is None else f"{memory:+.2%}"])
+    return f"{_text(kept)}\n\n{_text(jobs)}"
 
 
 def _text(rows: list[list[str]]) -> str:

@@ -67,9 +67,9 @@ def main() -> None:
         loss.backward()
         opt.step()
         averager.step(loss)
-        time.sleep(options.pause)
         if options.notes is not None:
             note(options.notes / f"{os.getpid()}.txt", averager.steps, len(averager.members))
+        time.sleep(options.pause)
         if options.folder is not None and averager.steps % 100 == 0:
             rumor.save(options.folder, averager, optimizer=opt)
     averager.finish()

@@ -1,25 +1,24 @@
 #!/usr/bin/env bash
-# Slurm: 4 hosts with one torchrun each, which starts one process per GPU. Each of the 32 processes is a node that gossips;
-# docs/nodes.md shows how to make a host one node.
+# Slurm: 4 hosts with one node each. The loss of a host does not stop the others, unless it is the first one, where this script runs.
 #
 #     sbatch examples/slurm.sh
 #
 #SBATCH --job-name=rumor
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node=8
-#SBATCH --cpus-per-task=64
+#SBATCH --cpus-per-task=8
 #SBATCH --time=01:00:00
+#SBATCH --no-kill
 set -euo pipefail
 
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
-export OMP_NUM_THREADS=8
+export OMP_NUM_THREADS=8 COORDINATOR="${hosts[0]}:29510"
 
-# --kill-on-bad-exit: if one host fails, the others would wait for it until the group's time-out
-srun --kill-on-bad-exit=1 torchrun \
-    --nnodes "$SLURM_JOB_NUM_NODES" \
-    --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}" \
-    --rdzv-id "$SLURM_JOB_ID" \
-    --rdzv-backend c10d \
-    --rdzv-endpoint "${hosts[0]}:29500" \
-    examples/from_ddp.py
+rumor coordinator --bind 0.0.0.0:29510 &
+trap "kill $!" EXIT
+
+# a node that fails is started again, and takes over the others' model
+node='for start in 1 2 3; do python examples/elastic.py --coordinator "$COORDINATOR" --name "host$SLURM_PROCID" && break; done'
+
+# --no-kill, --kill-on-bad-exit=0, --wait=0: if one host fails, the others go on
+srun --no-kill --kill-on-bad-exit=0 --wait=0 bash -c "$node"

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from textwrap import indent
@@ -21,10 +22,12 @@ from torch.distributed.run import get_args_parser
 import rumor
 from rumor.cli import main
 from tests import warm
+from tests.elastic import Job
 from tests.integrations import LIBRARIES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COORDINATOR = "HOST:29510"  # in scripts whose nodes come and go
 LOSS_OF_THE_NODES = r"loss [012]\.\d+; this rank sent [\d,]+ bytes to other nodes\n"  # 20 at the start
 PRINTS = {  # in addition to a ```text block below the script
     "train.py": r"largest error of a weight: 0\.[01]\d*, .*'gossip': 167, 'global': 33.*\n",
@@ -55,7 +58,7 @@ def python_blocks(page: Path) -> list[Block]:
 
 
 def commands(page: Path) -> list[str]:
-    blocks = re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.S | re.M)
+    blocks = re.findall(r"^```bash\n(?!#SBATCH)(.*?)^```", page.read_text(), re.S | re.M)  # Slurm's script has a test of its own
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
     return [line for line in lines if line.startswith("rumor ") or (line.startswith("torchrun --standalone") and "-m rumor" in line)]
 
@@ -74,7 +77,9 @@ def without_numbers(text: str) -> str:
 
 @pytest.mark.processes
 @warm.both_ways
-@pytest.mark.parametrize("block", [block for page in PAGES for block in python_blocks(page)], ids=lambda block: block.name)
+@pytest.mark.parametrize(
+    "block", [block for page in PAGES for block in python_blocks(page) if COORDINATOR not in block.script], ids=lambda block: block.name
+)
 def test_a_block_runs_on_its_own(block: Block, as_typed: bool, tmp_path: Path) -> None:
     """If its first line names a file, the block is a script for torchrun, with as many processes as the line says, or four."""
     (tmp_path / "script.py").write_text(block.script)
@@ -87,6 +92,20 @@ def test_a_block_runs_on_its_own(block: Block, as_typed: bool, tmp_path: Path) -
     if block.shown is not None:
         assert without_numbers(said) == without_numbers(block.shown)
     assert re.fullmatch(PRINTS.get(block.name, "(?s:.*)"), said), said
+
+
+@pytest.mark.processes
+@warm.both_ways
+@pytest.mark.parametrize(
+    "block", [block for page in PAGES for block in python_blocks(page) if COORDINATOR in block.script], ids=lambda block: block.name
+)
+def test_an_elastic_block_runs_on_two_nodes(block: Block, as_typed: bool, tmp_path: Path) -> None:
+    with Job(tmp_path, steps=0, min_nodes=2) as job, ThreadPoolExecutor(2) as pool:
+        (tmp_path / "script.py").write_text(block.script.replace(COORDINATOR, str(job.address)))
+        nodes = [pool.submit(printed, ["script.py"], tmp_path, as_typed=as_typed) for _ in range(2)]
+        for node in nodes:
+            node.result(timeout=warm.DEADLINE)
+        assert any(line.startswith("the job has ended at step ") for line in job.lines), job.lines
 
 
 def test_what_is_expected_of_a_block_is_of_one_that_exists() -> None:

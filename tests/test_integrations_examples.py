@@ -52,61 +52,68 @@ def test_ray_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert float(error.group(1)) < 0.05
 
 
-def test_the_slurm_script_starts_torchrun_on_a_script_that_exists() -> None:
+def options_of(command: list[str]) -> dict[str, str]:
+    return dict(option.removeprefix("--").split("=") for option in command if option.startswith("--"))
+
+
+def test_the_slurm_script_goes_on_without_a_lost_host() -> None:
     script = EXAMPLES / "slurm.sh"
     subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)
     text = script.read_text()
-    assert "--ntasks-per-node=1" in text, "one torchrun a node"
-    assert re.search(r"^srun .*torchrun", text, re.M)
-    (called,) = re.findall(r"^\s+(examples/\S+\.py)$", text, re.M)
-    assert (ROOT / called).exists()
+    assert "--ntasks-per-node=1" in text, "one node a host"
+    assert re.search(r"^#SBATCH --no-kill$", text, re.M)
+    assert re.search(r"^srun --no-kill --kill-on-bad-exit=0 --wait=0 ", text, re.M)
 
 
-def test_the_slurm_script_hands_torchrun_what_slurm_says(tmp_path: Path) -> None:
-    """With stand-ins for Slurm's commands and torchrun, which print what they are called with."""
-    for name, body in {"scontrol": "echo host-a; echo host-b", "srun": 'shift; exec "$@"', "torchrun": 'echo "$@"'}.items():
+def test_the_slurm_script_starts_a_coordinator_and_nodes_that_may_fail(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands, rumor and python, which print what they are called with. The first start fails."""
+    stand_ins = {
+        "scontrol": "echo host-a; echo host-b",
+        "srun": 'shift 3; SLURM_PROCID=1 "$@"',
+        "rumor": 'echo rumor "$@"; exec sleep 30',
+        "python": f'echo python "$@"; mkdir "{tmp_path}/failed" 2> /dev/null && exit 1; sleep 0.2',
+    }
+    for name, body in stand_ins.items():
         (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = {"SLURM_JOB_NODELIST": "host-[a-b]", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "4", "SLURM_JOB_ID": "17"}
-    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", str(EXAMPLES / "slurm.sh")],
-        env={**warm.environment(), **slurm, **path},
-        capture_output=True,
-        text=True,
-        timeout=20,
-        check=True,
-    )
-    rendezvous = "--rdzv-id 17 --rdzv-backend c10d --rdzv-endpoint host-a:29500"
-    assert done.stdout.split() == f"--nnodes 2 --nproc-per-node 4 {rendezvous} examples/from_ddp.py".split()
+    environment = {**warm.environment(), "SLURM_JOB_NODELIST": "host-[a-b]", "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    command = ["bash", str(EXAMPLES / "slurm.sh")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=20, check=True)
+    coordinator, *nodes = sorted(done.stdout.splitlines(), reverse=True)
+    assert coordinator == "rumor coordinator --bind 0.0.0.0:29510"
+    assert nodes == 2 * ["python examples/elastic.py --coordinator host-a:29510 --name host1"]
+    assert (ROOT / "examples" / "elastic.py").exists()
 
 
-def test_the_kubernetes_job_finds_its_pods() -> None:
+def test_the_kubernetes_job_finds_its_coordinator_and_replaces_lost_pods() -> None:
     documents: list[dict[str, Any]] = list(yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text()))
-    service, job = (next(d for d in documents if d["kind"] == kind) for kind in ("Service", "Job"))
-    spec, name = job["spec"], job["metadata"]["name"]
-    pod = spec["template"]["spec"]
+    service, deployment, job = (next(d for d in documents if d["kind"] == kind) for kind in ("Service", "Deployment", "Job"))
+    (port,) = service["spec"]["ports"]
+    of_coordinator = deployment["spec"]["template"]
+    (coordinator,) = of_coordinator["spec"]["containers"]
+    assert service["spec"]["selector"] == of_coordinator["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"]
+    assert (deployment["spec"]["replicas"], deployment["spec"]["strategy"]) == (1, {"type": "Recreate"}), "one coordinator a job"
+    assert coordinator["command"][:2] == ["rumor", "coordinator"]
+    assert options_of(coordinator["command"])["bind"] == f"0.0.0.0:{port['port']}"
+    assert coordinator["ports"] == [{"containerPort": port["port"]}]
+
+    pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert service["spec"]["clusterIP"] == "None", "headless"
-    assert service["spec"]["selector"] == {"job-name": name}
-    assert service["spec"]["publishNotReadyAddresses"] is True
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert spec["completionMode"] == "Indexed"
-    assert spec["completions"] == spec["parallelism"]
+    assert job["spec"]["parallelism"] > 1
+    assert "completions" not in job["spec"], "else a pod that is replaced after the end would be refused again and again"
+    assert job["spec"]["backoffLimit"] >= 100
     assert pod["restartPolicy"] == "Never"
-    options = dict(option.removeprefix("--").split("=") for option in container["command"] if option.startswith("--"))
-    assert options["nnodes"] == str(spec["completions"])
-    assert options["master-addr"] == f"{name}-0.{service['metadata']['name']}"
-    assert int(options["master-port"]) == service["spec"]["ports"][0]["port"] == container["ports"][0]["containerPort"]
-    assert options["node-rank"] == "$(JOB_COMPLETION_INDEX)"
-    assert "JOB_COMPLETION_INDEX" in [variable["name"] for variable in container["env"]]
+    options = options_of(container["command"])
+    assert options["coordinator"] == f"{service['metadata']['name']}:{port['port']}"
+    assert options["name"] == "$(POD)"
+    assert "POD" in [variable["name"] for variable in container["env"]]
     threads = next(variable["value"] for variable in container["env"] if variable["name"] == "OMP_NUM_THREADS")
     assert container["resources"]["requests"]["cpu"] == container["resources"]["limits"]["cpu"] == threads
     (mount,), (volume,) = container["volumeMounts"], pod["volumes"]
     assert mount == {"name": volume["name"], "mountPath": "/dev/shm"}
     assert volume["emptyDir"] == {"medium": "Memory"}
-    assert container["command"][0] == "torchrun"
-    assert (ROOT / container["command"][-1]).exists()
+    assert container["command"][0] == "python"
+    assert (ROOT / container["command"][1]).exists()
 
 
 @pytest.mark.processes

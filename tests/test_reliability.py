@@ -151,12 +151,12 @@ FORKED = ["--run-path", "--start-method", "fork"]  # options of torchrun: its pr
 
 def started(folder: Path, as_typed: bool, *options: str, steps: int = 200) -> warm.Job:
     torchrun = [*warm.TORCHRUN, "4", *options, *([] if as_typed else FORKED)]
-    return warm.Job([*torchrun, ROOT / "examples" / "elastic.py", "--folder", folder, "--steps", str(steps)], OWN_STORE, fresh=as_typed)
+    return warm.Job([*torchrun, ROOT / "examples" / "restart.py", "--folder", folder, "--steps", str(steps)], OWN_STORE, fresh=as_typed)
 
 
 def undisturbed_job(folder: Path, steps: int = 200) -> str:
     """Return the output of the same job if nothing happens to it."""
-    done = warm.torchrun(4, [ROOT / "examples" / "elastic.py", "--folder", folder, "--steps", str(steps)])
+    done = warm.torchrun(4, [ROOT / "examples" / "restart.py", "--folder", folder, "--steps", str(steps)])
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -222,13 +222,13 @@ def cut_for_longer_than_the_time_out(bed: Bed) -> None:
 
 
 def elastic_job(bed: Bed, folder: Path, disturb: Callable[[Bed], None]) -> tuple[list[int], str]:
-    """Run examples/elastic.py on 4 hosts and disturb the third one. Return the exit codes of the others, and the output of all."""
+    """Run examples/restart.py on 4 hosts and disturb the third one. Return the exit codes of the others, and the output of all."""
     meeting, agents = f"{bed.address(0)}:{free_port()}", []
     try:
         for i in range(4):
             conf = f"last_call_timeout=20,is_host={int(i == 0)}"
             where = ["--rdzv-endpoint", meeting, "--rdzv-conf", conf, "--local-addr", bed.address(i)]
-            script = [ROOT / "examples" / "elastic.py", "--folder", folder, "--steps", str(ELASTIC_STEPS), "--timeout", "8"]
+            script = [ROOT / "examples" / "restart.py", "--folder", folder, "--steps", str(ELASTIC_STEPS), "--timeout", "8"]
             command = ["-m", "torch.distributed.run", *ELASTIC, *where, *FORKED, *script]
             agents.append(warm.Job(command, {**OWN_STORE, "GLOO_SOCKET_IFNAME": "eth0"}, bed._host(i)))
         wait_for_step(folder, 60)

@@ -10,6 +10,7 @@ import atexit
 import datetime
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from rumor.membership.protocol import Address
 
 CONNECT_WITHIN = 30.0  # seconds for all members to connect to each other
 LAST_RESORT = 600.0  # seconds to wait for a message, if neither its sender nor the coordinator can be asked
+ENDING = 5.0  # seconds for gloo's threads to end, when the process does
 NO_MESSAGE = 2**31 - 1  # a tag that no message has
 
 
@@ -70,17 +72,24 @@ class GlooGroup:
         _living.discard(self)
         held = [self.group, memory]
         del self.group
-        threading.Thread(target=held.clear, name="rumor-dispose", daemon=True).start()
+        thread = threading.Thread(target=held.clear, name="rumor-dispose", daemon=True)
+        _ending[:] = [*(one for one in _ending if one.is_alive()), thread]
+        thread.start()
 
 
 _living: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
+_ending: list[threading.Thread] = []  # that free groups
 
 
 @atexit.register
-def _break_up_all() -> None:
-    """Let no message keep a process from ending."""
+def _end_all() -> None:
+    """Let no message keep a process from ending. If gloo's threads were still at work then, they would abort it."""
     for group in list(_living):
         group.break_up()
+        group.dispose()
+    ends = time.monotonic() + ENDING
+    for thread in _ending:
+        thread.join(max(0.0, ends - time.monotonic()))
 
 
 def connect(make: Callable[[], GlooGroup], is_lost: Callable[[], bool]) -> GlooGroup | None:
