@@ -73,15 +73,16 @@ def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
     _plan_death(options.get("die"))
     slow_from, hangs_at = options.get("slow_from", math.inf), options.get("hangs_at")
     method = METHODS[options.get("method", "pga")]()
-    local_group = None
+    local_group, wrapped = None, model
     if "local_rank" in options:  # a node of two ranks
         init = f"file://{folder}/{name.split('.')[0]}.meeting"
         dist.init_process_group("gloo", init, rank=options["local_rank"], world_size=2, timeout=datetime.timedelta(seconds=60))
         local_group = dist.group.WORLD
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
     group = rumor.elastic(address, name, options.get("min_nodes", 1), options.get("timeout"), drop_slow=options.get("drop_slow"))
     try:
         state = options.get("average_state")
-        averager = rumor.Averager(model, method, group=group, local_group=local_group, optimizer=opt, average_state=state)
+        averager = rumor.Averager(wrapped, method, group=group, local_group=local_group, optimizer=opt, average_state=state)
     except RuntimeError as error:
         Path(folder, f"{name}.refused").write_text(str(error))
         return
