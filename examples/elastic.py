@@ -4,7 +4,7 @@
     python examples/elastic.py --coordinator HOST:29510          # on each node, in any order, at any time
 
 Kill a node, and the others go on. Start it again, and it is back at their next global average. No checkpoint is needed for that. With
---folder, rank 0's model is also saved every 100 steps, for the case that all nodes are lost.
+--folder, the nodes also save checkpoints every 100 steps, for the case that all of them are lost.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def main() -> None:
 
     share = iter(averager.share_of(len(x)))  # this member's part of the images, as members change
     while averager.steps < options.steps:
+        if options.folder is not None and averager.steps % 100 == 0:  # at the top of the loop, where newcomers begin, too
+            rumor.save(options.folder, averager, optimizer=opt)
         mine = torch.tensor([next(share) for _ in range(32)])
         loss = nn.functional.cross_entropy(model(x[mine]), y[mine])
         opt.zero_grad()
@@ -70,8 +72,6 @@ def main() -> None:
         if options.notes is not None:
             note(options.notes / f"{os.getpid()}.txt", averager.steps, len(averager.members))
         time.sleep(options.pause)
-        if options.folder is not None and averager.steps % 100 == 0:
-            rumor.save(options.folder, averager, optimizer=opt)
     averager.finish()
     accuracy = (model(test_x).argmax(dim=1) == test_y).float().mean().item()
     print(f"accuracy of the mean model: {accuracy:.1%}", flush=True)

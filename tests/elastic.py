@@ -27,6 +27,7 @@ import torch.distributed as dist
 import rumor
 import rumor.membership.roster
 from rumor.averager.elastic import Elastic
+from rumor.averager.job_state import JobState
 from rumor.engines.processes import gloo_group
 from rumor.engines.processes.transport import Transport
 from rumor.membership.coordinator import Coordinator
@@ -141,8 +142,8 @@ def _plan_death(plan: dict[str, Any] | None) -> None:
         "averaging": (Transport, "sum", "after"),
         "arriving": (Runner, "arrive", "after"),
         "connecting": (gloo_group.GlooGroup, "__init__", "before"),
-        "handing over": (Elastic, "_state", "after"),
-        "taking over": (Elastic, "_take_over", "before"),
+        "handing over": (JobState, "of_job", "after"),
+        "taking over": (JobState, "take_over", "before"),
         "attaching": (Elastic, "_attach", "after"),
     }
     owner, name, when = places[plan["where"]]

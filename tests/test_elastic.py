@@ -340,7 +340,7 @@ def test_a_node_that_ends_in_any_way_is_gone_at_once(tmp_path: Path, then: str) 
         job.finish("a", "b")
         job.nodes["x"].join(15)
         assert job.nodes["x"].exitcode == (-signal.SIGKILL if then == "fork" else 7)
-        assert ("x has left" if then == "leave" else "x is lost: its connection has ended") in job.lines
+        assert ("x is lost: its connection has ended" if then == "fork" else "x has left") in job.lines
         assert survivors_kept_their_steps(job, "ab")
 
 

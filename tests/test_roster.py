@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rumor.membership.member import HUNG_LEAST
+from rumor.membership.member import FAILURES, HUNG_LEAST, RETRY_AFTER, STUCK
 from rumor.membership.protocol import PROTOCOL, SILENCE, decode, parse_address
 from rumor.membership.roster import JOIN_WINDOW, START_GRACE, Roster
 
@@ -32,7 +32,7 @@ class Room:
         self.roster.ready(uid, {"k": k, "stage": stage, "schedule": [k, 0], "average": average}, self.now)
 
     def beat(self, uid: str, k: int, computing: bool = True) -> None:
-        message = {"k": k, "computing": computing, "step_seconds": 0.1, "schedule": [k, 2]}
+        message = {"k": k, "computing": computing, "step_seconds": 0.1, "schedule": [k, 2], "moved": 0}
         self.roster.beat(uid, message, self.now)
 
     def later(self, seconds: float, *beating: str, k: int = 0, computing: bool = True) -> None:
@@ -252,3 +252,68 @@ def test_a_wrong_address_is_refused(text: str) -> None:
 def test_garbage_is_no_message(line: bytes) -> None:
     with pytest.raises(ValueError, match="not a message of Rumor"):
         decode(line)
+
+
+def test_a_newcomer_that_can_not_connect_does_not_hold_up_the_members() -> None:
+    room = Room().began("a", "b")
+    room.hello("x")
+    room.ready("x", "join")
+    for attempt in range(1, FAILURES + 1):
+        room.ready("a", "after", 6)
+        room.ready("b", "after", 6)
+        assert room.members("x") == ["a", "b", "x+"]
+        room.roster.failed("x", room.last("x", "epoch")["number"], room.now)  # type: ignore[index]
+        for uid in list(room.roster.nodes):
+            room.ready(uid, "join" if uid == "x" else "after", 6)
+        if attempt > 1:  # the first time, another node's death may have been the reason
+            assert room.members("a") == ["a", "b"]
+            room.later(RETRY_AFTER * attempt, *room.roster.nodes)
+    assert "can't connect to each other" in room.last("x", "refused")["why"]  # type: ignore[index]
+    assert list(room.roster.nodes) == ["a", "b"]
+
+
+def test_one_that_waits_between_steps_does_not_meet_one_that_averages() -> None:
+    room = Room().began("a", "b", "c")
+    room.roster.gone("c", "is lost", room.now)
+    room.ready("b", "between", 5)
+    room.ready("a", "before", 5)
+    assert room.last("b", "passed") == {"schedule": [5, 0]}
+    room.ready("b", "before", 5)
+    assert room.members("b") == ["a", "b"]
+
+
+def test_one_that_was_left_behind_does_not_take_a_new_coordinator_back_to_its_epoch() -> None:
+    room = Room()
+    room.hello("old", epoch=7, members=("old", "a", "b"), k=100)
+    room.hello("a", epoch=8, members=("a", "b"), k=5_000)
+    room.hello("b", epoch=8, members=("a", "b"), k=5_000)
+    assert room.last("old", "dropped") is not None
+    assert room.last("a", "dropped") is None
+    room.ready("a", "before", 5_000)
+    room.ready("b", "before", 5_000)
+    assert room.members("a") == ["a", "b"]
+
+
+def test_a_member_that_has_not_heard_of_the_end_is_told() -> None:
+    room = Room(min_nodes=2).began("a", "b")
+    room.ready("b", "end", 10)
+    room.roster.gone("a", "is lost", room.now)  # fewer than min_nodes are left, but the job is done
+    assert room.last("b", "over") == {"k": 10}
+    room.hello("a", epoch=1, members=("a", "b"), k=10)
+    assert room.last("a", "over") == {"k": 10}
+
+
+def test_state_that_travels_is_progress_and_a_member_that_is_stuck_is_dropped() -> None:
+    room = Room().began("a", "b", "c")
+    for moved in range(200):
+        room.now += 0.5
+        for uid in "abc":
+            message = {"k": 3, "computing": False, "step_seconds": 0.1, "schedule": [3, 2], "moved": moved}
+            room.roster.beat(uid, message, room.now)
+        room.roster.tick(room.now)
+    assert room.last("a", "lost") is None
+    room.roster.gone("c", "is lost", room.now)
+    room.ready("a", "before", 3)
+    room.later(STUCK + 1, "a", "b", k=3, computing=False)
+    assert "has not noticed" in room.last("b", "dropped")["why"]  # type: ignore[index]
+    assert room.members("a") == ["a"]

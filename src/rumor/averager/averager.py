@@ -157,7 +157,7 @@ class Averager:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the members of the group may change."""
+        """Whether the members may change."""
         return self._elastic is not None
 
     @property
@@ -187,8 +187,8 @@ class Averager:
         """
         self.refuse_inside_averaged("step()")
         if not self._has_stepped:  # at the first step, because DDP may have been put around the model after the Averager was built
-            local_ranks = self._local_ranks or [self.engine.transport.ranks[self.engine.rank]]
-            check_no_ddp_around(self.model, local_ranks, self.replica.runner.algorithm)
+            own = [self.engine.transport.ranks[self.engine.rank]]
+            check_no_ddp_around(self.model, self._local_ranks or own, self.replica.runner.algorithm)
             self._has_stepped = True
         if lr is None and self._optimizer is not None and self.replica.runner.algorithm.needs_lr:
             lr = self._optimizer.param_groups[0]["lr"]
@@ -230,9 +230,8 @@ class Averager:
         self.refuse_inside_averaged("finish()")
         self._prepare()
         if self._elastic is not None:
-            self._elastic.finish()
-        else:
-            or_rescue(self.replica, self._rescue, self.replica.finish)
+            return self._elastic.finish()
+        or_rescue(self.replica, self._rescue, self.replica.finish)
 
     def leave(self) -> None:
         """Leave an elastic group, for example because this machine will be taken away. The others go on. Not a collective."""
@@ -269,12 +268,14 @@ class Averager:
         elastic.add_sampler(sampler)
         return sampler
 
-    def together(self, do: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T | None:
-        """Call `do`, a collective that every rank calls. In an elastic group, repeat it with the survivors if a member dies meanwhile.
+    def together(self, do: Callable[[], T], otherwise: Callable[[], T] | None = None, rejoins: bool = False) -> T | None:
+        """Call `do`, a collective that every rank calls. In an elastic group, `Elastic.together` or `ElasticNode.together` does it."""
+        return do() if self._elastic is None else self._elastic.together(do, otherwise, rejoins)
 
-        In a node of several ranks of an elastic group, the first rank does it, and the others call `otherwise`.
-        """
-        return do() if self._elastic is None else self._elastic.together(do, otherwise)
+    @property
+    def has_left(self) -> bool:
+        """Whether this node has left an elastic group, by finish() or leave()."""
+        return self._elastic is not None and self._elastic.has_left
 
     # ---- the mean of all nodes -----------------------------------------------------------------------------------------------------
 
@@ -306,10 +307,10 @@ class Averager:
         own = [t.clone() for t in tensors]
         try:
             self.replica.show_mean()
+            return own
         except BaseException:
             _put_back(tensors, own)
             raise
-        return own
 
     @ordinary_tensors()
     def consensus_distance(self) -> float:

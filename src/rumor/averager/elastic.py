@@ -11,13 +11,16 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from rumor.averager.job_state import JobState
 from rumor.averager.mail import Mail
 from rumor.averager.replica import Replica
 from rumor.averager.sampler import MemberSampler
@@ -51,6 +54,8 @@ class Elastic:
     Attributes:
         members: names of the members, by rank.
         rank: of this node.
+        state: what a newcomer takes over.
+        has_left: whether finish() or leave() was called.
         takeovers: how often this node has taken over the state of another.
     """
 
@@ -62,28 +67,30 @@ class Elastic:
         setup: dict[str, str],
         optimizer: torch.optim.Optimizer | None,
     ):
-        self._uid, self._replica, self._algorithm, self._optimizer = group.uid, replica, algorithm, optimizer
+        self._uid = secrets.token_hex(8)  # tells this node from all others
+        self._replica, self._algorithm = replica, algorithm
         self.members: list[str] = []
         self.rank = self.takeovers = 0
-        self._samplers: list[MemberSampler] = []
-        self._positions: list[int] = []  # of the samplers of the member whose state this node has taken over
+        self.state = JobState(replica, optimizer)
         self._gloo: GlooGroup | None = None
         self._is_member = False  # whether this node has the job's state
-        self._has_left = False
+        self.has_left = False
         self._passed: ScheduleState | None = None  # the schedule of those that have completed the average that this node has missed
         self._is_at_end = False  # whether it came in after the others had made their last average
         self._metrics = Metrics()
         self._computing_since = time.monotonic()
         hello = {
             "protocol": PROTOCOL,
-            "uid": group.uid,
+            "uid": self._uid,
             "name": group.name,
             "setup": setup,
             "min_nodes": group.min_nodes,
             "timeout": group.timeout,
             "drop_slow": group.drop_slow,
         }
-        self._link = Link(group.coordinator, hello, self._on_lost)
+        on_lost = weakref.WeakMethod(self._on_lost)
+        self._link = Link(group.coordinator, hello, lambda why: break_up(why) if (break_up := on_lost()) is not None else None)
+        weakref.finalize(self, self._link.close).atexit = False  # an Averager that is dropped is no longer a member
         self._link.connect()
         self._store = store_server()
         self._link.start(Address(self._link.host, self._store.port))
@@ -92,12 +99,13 @@ class Elastic:
         except BaseException:
             self._link.close()
             raise
+        self._start_computing()
 
     # ---- training ----------------------------------------------------------------------------------------------------------------
 
     def step(self, loss: Tensor | float | None, lr: float | None) -> None:
         """Mix the models with those of the members that are there."""
-        if self._has_left:
+        if self.has_left:
             raise RuntimeError("this node has left the job: call step() before finish() or leave()")
         self._stop_computing()
         self._transport.has_news = self._link.newcomers > 0
@@ -147,18 +155,21 @@ class Elastic:
         """Number of this node among the members, and how many there are."""
         return self.rank, len(self.members)
 
-    def together(self, do: Callable[[], T], otherwise: object = None) -> T | None:
+    def together(self, do: Callable[[], T], otherwise: object = None, rejoins: bool = False) -> T | None:
         """Call `do`, a collective that all members call at this step. Repeat it with the survivors if a member dies meanwhile.
 
-        Returns None without a result if the others have gone on without this node; also after finish() or leave().
+        Returns None without a result if the others have gone on without this node; also after finish() or leave(). If this node
+        `rejoins`, it then takes over their state: it has none of its own yet.
         """
-        if self._has_left:  # all have had the same model since
+        if self.has_left:  # all have had the same model since
             return None
         self._stop_computing()
         try:
             while True:
-                if self._is_broken and self._regroup("before"):
-                    return None
+                if self._is_broken:
+                    self._is_member = self._is_member and not rejoins
+                    if self._regroup("between"):
+                        return None
                 try:
                     return do()
                 except ConnectionError as error:
@@ -168,7 +179,7 @@ class Elastic:
 
     def finish(self) -> None:
         """Average once more, wait until all members have done so, and leave."""
-        if self._has_left:
+        if self.has_left:
             return
         if not self._is_at_end:
             self.together(self._replica.finish)
@@ -179,7 +190,7 @@ class Elastic:
 
     def leave(self) -> None:
         """Leave the job. The others go on."""
-        self._has_left = True
+        self.has_left = True
         self._link.close()
         if self._gloo is not None:
             self._gloo.break_up()
@@ -218,7 +229,7 @@ class Elastic:
         Returns whether there is nothing left to do for the caller: at the "end" because the job is over, else because this node has
         taken over the state of another member, or because others have completed the average that it waited for.
         """
-        began, self._passed = time.perf_counter(), None
+        began, self._passed, self._link.computing = time.perf_counter(), None, False
         while True:
             k = self._replica.runner.k if self._gloo is not None else 0
             self._tell_link()
@@ -263,7 +274,7 @@ class Elastic:
 
     def _attach(self, gloo: GlooGroup, own: dict[str, Any] | None) -> None:
         """Bind the method to the members that there are now."""
-        engine = ProcessGroup(gloo.group, metrics=self._metrics, is_registered=False)
+        engine = ProcessGroup(gloo, metrics=self._metrics)
         self._metrics.waited_for.clear()
         self._tag = engine.transport.new_tag()
         self._replica.attach(engine, LocalGroup(engine), self._algorithm.bind(engine.n), broadcast=False)
@@ -281,50 +292,25 @@ class Elastic:
 
     def _hand_over(self, offer: Offer) -> None:
         """Rank 0 sends the job's state to those that have none, and the method's state to those that have missed its last average."""
-        everyone, mail = range(len(offer.members)), Mail(self._transport, self._tag, self._replica.runner.k)
+        everyone, mail = range(len(offer.members)), Mail(self._transport, self._tag, self._replica.runner.k, self._count_piece)
         new = [rank for rank in everyone if rank >= offer.holders]
         stale = [rank for rank in everyone if rank < offer.holders and offer.members[rank].average < offer.members[0].average]
         if self.rank == 0:
-            for ranks, state in ((stale, self._method), (new, self._state)):
+            for ranks, state in ((stale, self.state.of_method), (new, self.state.of_job)):
                 if ranks:
                     mail.send(state(), ranks)
         elif self.rank in stale:
-            self._replica.runner.take_over(mail.receive(), is_own=False)
+            self.state.take_over_method(mail.receive())
         elif self.rank in new:
-            self._take_over(mail.receive())
+            self.state.take_over(mail.receive())
+            self.takeovers += 1
         self._link.average = offer.members[0].average
 
-    def _method(self) -> dict[str, Any]:
-        return self._replica.runner.shared_state()
-
-    def _state(self) -> dict[str, Any]:
-        replica = self._replica
-        return {
-            "model": [t.detach() for t in (*replica.model.parameters(), *replica.model.buffers())],
-            "method": self._method(),
-            "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
-            "positions": [sampler.position for sampler in self._samplers],
-        }
-
-    def _take_over(self, state: dict[str, Any]) -> None:
-        replica = self._replica
-        self.takeovers += 1
-        with torch.no_grad():
-            for t, value in zip((*replica.model.parameters(), *replica.model.buffers()), state["model"], strict=True):
-                t.copy_(value)
-        if self._optimizer is not None and state["optimizer"] is not None:
-            self._optimizer.load_state_dict(state["optimizer"])
-        replica.check_tensors()
-        replica.runner.take_over(state["method"], is_own=False)
-        self._positions = state["positions"]
-        for sampler, position in zip(self._samplers, self._positions, strict=False):
-            sampler.position = position
+    def _count_piece(self) -> None:
+        self._link.moved += 1
 
     def add_sampler(self, sampler: MemberSampler) -> None:
-        """Let newcomers go on with this sampler where the members are."""
-        if len(self._samplers) < len(self._positions):
-            sampler.position = self._positions[len(self._samplers)]
-        self._samplers.append(sampler)
+        self.state.add_sampler(sampler)
 
     # ---- what the coordinator hears ------------------------------------------------------------------------------------------------
 

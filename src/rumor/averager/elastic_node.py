@@ -88,10 +88,14 @@ class ElasticNode:
         """Attach the replica of another rank to an engine without neighbours: it counts steps, and sends nothing."""
         self._store = store_server()
         self._gloo = GlooGroup(Address("127.0.0.1", self._store.port), "alone", 0, 1, "127.0.0.1")
-        engine = ProcessGroup(self._gloo.group, is_registered=False)
+        engine = ProcessGroup(self._gloo)
         self._replica.attach(engine, LocalGroup(engine), algorithm.bind(1), broadcast=False)
 
     # ---- what Elastic does, by the first rank for all --------------------------------------------------------------------------------
+
+    @property
+    def has_left(self) -> bool:
+        return self._member is not None and self._member.has_left
 
     @property
     def place(self) -> tuple[int, int]:
@@ -108,11 +112,11 @@ class ElasticNode:
         else:
             self._share()
 
-    def together(self, do: Callable[[], T], otherwise: Callable[[], T] | None = None) -> T | None:
+    def together(self, do: Callable[[], T], otherwise: Callable[[], T] | None = None, rejoins: bool = False) -> T | None:
         """Let the first rank call `do`. The others call `otherwise` before they get the model that it has then."""
         if self._member is not None:
             member = self._member
-            return self._attempt(lambda: member.together(do))
+            return self._attempt(lambda: member.together(do, rejoins=rejoins))
         kept = None if otherwise is None else otherwise()
         header = self._share()
         if header["took_over"]:
@@ -131,7 +135,7 @@ class ElasticNode:
 
     def add_sampler(self, sampler: MemberSampler) -> None:
         if self._member is not None:
-            self._member.add_sampler(sampler)
+            self._member.state.add_sampler(sampler)
         elif len(self._samplers) < len(self._positions):
             sampler.position = self._positions[len(self._samplers)]
         self._samplers.append(sampler)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,10 +22,11 @@ class Mail:
         transport: connects the members.
         tag: of the messages.
         k: the step, for errors.
+        moved: called after each piece.
     """
 
-    def __init__(self, transport: Transport, tag: int, k: int):
-        self._transport, self._tag = transport, tag
+    def __init__(self, transport: Transport, tag: int, k: int, moved: Callable[[], None]):
+        self._transport, self._tag, self._moved = transport, tag, moved
         self._doing = f"handing over the state at step {k}"
 
     def send(self, state: dict[str, Any], ranks: Sequence[int]) -> None:
@@ -35,6 +36,7 @@ class Mail:
         for piece in (torch.tensor([len(data)]), *torch.split(data, PIECE)):
             works = self._transport.call(partial(self._transport.send, piece, ranks, self._tag), self._doing)
             self._transport.wait(works, self._doing)
+            self._moved()
         self._transport.metrics.bytes_sent += len(data) * len(ranks)
 
     def receive(self) -> dict[str, Any]:
@@ -50,3 +52,4 @@ class Mail:
     def _fill(self, tensor: Tensor) -> None:
         work = self._transport.call(partial(self._transport.receive, tensor, 0, self._tag), self._doing)
         self._transport.wait([work], self._doing)
+        self._moved()

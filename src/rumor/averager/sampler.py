@@ -33,7 +33,8 @@ class MemberSampler:
     def __iter__(self) -> Iterator[int]:
         while True:
             rank, n = self._place()
-            at, self.position = self.position + rank, self.position + n
+            start = self.position + -self.position % n
+            at, self.position = start + rank, start + n
             yield self._item(at)
 
     def _item(self, at: int) -> int:

@@ -46,6 +46,8 @@ def save(folder: str | Path, averager: Averager, position: Any = None, *, keep: 
         raise ValueError(f"keep must be at least 1, got keep={keep}")
     averager.refuse_inside_averaged("rumor.save()")
     _check_stateful(others)
+    if averager.has_left:
+        raise RuntimeError("this node has left the job: call rumor.save() before finish() or leave()")
     averager.together(partial(_save, Path(folder), averager, position, keep, others))
 
 
@@ -91,7 +93,8 @@ def load(folder: str | Path, averager: Averager, *, step: int | None = None, **o
     _check_stateful(others)
     if averager.is_elastic and averager.steps > 0:
         return averager.steps  # it has joined a job that is under way, and has the members' state
-    return averager.together(partial(_load, Path(folder), averager, step, others))
+    position = averager.together(partial(_load, Path(folder), averager, step, others), rejoins=True)
+    return averager.steps if position is None and averager.is_elastic and averager.steps > 0 else position
 
 
 def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, Stateful]) -> Any:

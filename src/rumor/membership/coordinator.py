@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rumor.membership.member import RANKS
 from rumor.membership.protocol import LONGEST_LINE, Address, Message, decode, encode
 from rumor.membership.roster import Log, Roster
 
@@ -105,7 +106,7 @@ class Coordinator:
 
     def _hear(self, uid: str, message: Message) -> None:
         now, roster = time.monotonic(), self.roster
-        if uid not in roster.nodes:
+        if uid not in roster.nodes or not _is_sound(message):
             return
         if message["kind"] == "beat":
             roster.beat(uid, message, now)
@@ -120,6 +121,15 @@ def _is_complete(hello: Message) -> bool:
     types: dict[str, Any] = {"uid": str, "name": str, "setup": dict, "store": list, "min_nodes": int, "k": int, "members": list}
     numbers = all(hello.get(name) is None or isinstance(hello[name], int | float) for name in ("timeout", "drop_slow", "epoch"))
     return all(isinstance(hello.get(name), type_) for name, type_ in types.items()) and numbers
+
+
+def _is_sound(message: Message) -> bool:
+    """Return whether the values that the roster reads have the right types."""
+    types: dict[str, Any] = {"k": int, "computing": bool, "step_seconds": int | float, "moved": int, "schedule": list, "average": int}
+    types |= {"stage": str, "epoch": int}
+    needed = {"beat": ("k", "computing", "step_seconds", "moved", "schedule"), "ready": ("k", "stage", "schedule", "average")}
+    names = needed.get(message["kind"], ("epoch",))
+    return all(isinstance(message.get(name), types[name]) for name in names) and message.get("stage", "join") in RANKS
 
 
 def _peer(writer: asyncio.StreamWriter) -> str:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import secrets
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rumor.membership.protocol import Address, parse_address
 
@@ -20,7 +19,6 @@ class ElasticGroup:
         min_nodes: how many nodes there must be.
         timeout: seconds that others wait for a member that does not call step(); None for 60, or 20 of the slowest steps if longer.
         drop_slow: how many times slower than the others a member may be; None if it may be slow.
-        uid: tells this process from all others.
     """
 
     coordinator: Address
@@ -28,7 +26,6 @@ class ElasticGroup:
     min_nodes: int = 1
     timeout: float | None = None
     drop_slow: float | None = None
-    uid: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)
 
 
 def elastic(
@@ -37,7 +34,9 @@ def elastic(
     """Let members come and go: nodes that die, hang or leave do not stop the others, and newcomers take over the job's state.
 
     Start a coordinator first (`rumor coordinator`), then a plain `python train.py` on each host, in any order. Members change at global
-    averages. Every wait ends: a lost node is noticed by its closed connection, a silent one after 5 seconds.
+    averages. A lost node is noticed by its closed connection, a silent one after 5 seconds. Call other collectives (`averaged`,
+    `rumor.save`) at the top of the loop, depending on `averager.steps` alone: that is where newcomers begin. Let the learning rate depend
+    on `averager.steps`, too: a newcomer takes over the optimizer, but no scheduler.
 
     Args:
         coordinator: HOST:PORT of the coordinator.

@@ -17,6 +17,7 @@ from rumor.membership.protocol import BEAT, LONGEST_LINE, SILENCE, Address, Mess
 
 CONNECT_WITHIN = 60.0  # seconds for the first connection to a coordinator that may start later than its members
 RETRY = 0.3  # seconds between two attempts
+END_WITHOUT = 30.0  # seconds that a node waits for a lost coordinator before it ends without it
 SAY_SO_AFTER = 10.0  # seconds of waiting
 
 log = logging.getLogger("rumor")
@@ -83,6 +84,8 @@ class Link:
         self.k, self.computing, self.step_seconds = 0, True, 0.0
         self.schedule: Sequence[Any] = ()
         self.average = -1
+        self.moved = 0  # pieces of state that have been sent or received: a sign of progress
+        self._lost_number = 0  # of the last epoch that the coordinator has called broken
         self.host = ""  # this host's address, as the coordinator sees it
         _links.add(self)
         self._thread = threading.Thread(target=self._run, name="rumor-link", daemon=True)
@@ -112,7 +115,8 @@ class Link:
         with self._changed:
             self._closed = True
             self._say("bye")
-        self._thread.join(2 * BEAT)
+        if self._thread.is_alive():
+            self._thread.join(2 * BEAT)
         if self._socket is not None:
             self._socket.close()
 
@@ -137,6 +141,9 @@ class Link:
                 if self._closed:
                     raise RuntimeError("this node has left the job: call step() before finish() or leave()")
                 self._changed.wait(BEAT)
+                if stage == "end" and self._is_out_of_touch(END_WITHOUT):
+                    log.warning("rumor: step %d: the coordinator is gone, so this node ends without it", k)
+                    return Offer(0, "", [], 0, is_over=True)
                 if not said and time.monotonic() - began > SAY_SO_AFTER:
                     said = True
                     log.warning("rumor: step %d: %s", k, self._why_waiting())
@@ -148,16 +155,19 @@ class Link:
         with self._changed:
             self._say("failed", epoch=offer.number)
 
+    def _is_out_of_touch(self, seconds: float) -> bool:
+        since = self._unreachable_since
+        return since is not None and time.monotonic() - since > seconds
+
     def beat(self) -> None:
         """Give a sign of life."""
         with self._changed:
-            self._say("beat", k=self.k, computing=self.computing, step_seconds=self.step_seconds, schedule=list(self.schedule))
+            values = {"k": self.k, "computing": self.computing, "step_seconds": self.step_seconds, "moved": self.moved}
+            self._say("beat", **values, schedule=list(self.schedule))
 
     def is_lost(self, offer: Offer) -> bool:
         """Whether the epoch that was offered is broken already."""
         return self._lost_number >= offer.number
-
-    _lost_number = 0  # of the last epoch that the coordinator has called broken
 
     def _why_waiting(self) -> str:
         if not self.is_in_touch:
@@ -174,7 +184,7 @@ class Link:
                 if self._socket is None:
                     self._socket = self._connected()
                 self._serve(self._socket)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # whatever it is, the next connection may be better
                 self._lose_touch(error)
                 time.sleep(RETRY)
 
@@ -234,6 +244,7 @@ class Link:
                 peers = [Peer(peer["uid"], peer["name"], Address(*peer["store"]), peer["average"]) for peer in message["members"]]
                 self._offer = Offer(message["number"], message["token"], peers, message["holders"], message["at_end"])
                 self._epoch = message["number"], [peer.uid for peer in peers]
+                self._lost_number = min(self._lost_number, message["number"] - 1)  # a new coordinator begins anew
             elif kind == "passed":
                 self._offer = Offer(0, "", [], 0, passed=message["schedule"])
             elif kind in ("same", "over"):

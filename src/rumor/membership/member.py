@@ -11,7 +11,9 @@ from rumor.membership.protocol import Stage
 
 SLOW_LEAST = 1.0  # seconds that a member may take for a step in any case, with drop_slow
 HUNG_LEAST, HUNG_STEPS = 60.0, 20.0  # a member hangs if it keeps others waiting for so many seconds, and so many of the slowest steps
-RANKS: dict[Stage, int] = {"join": -1, "before": 0, "after": 1, "end": 1}
+STUCK = 30.0  # seconds for a member to notice that its epoch is broken
+FAILURES, RETRY_AFTER = 3, 10.0  # how often a newcomer may fail to connect, and how many seconds it waits after the second time
+RANKS: dict[Stage, int] = {"join": -1, "between": 0, "before": 1, "after": 2, "end": 2}
 
 
 class Ready(NamedTuple):
@@ -45,6 +47,9 @@ class Member:
     schedule: list[float | None] = field(default_factory=list)  # the state of its schedule
     average: int = -1  # step of the last global average that it has completed
     ready: Ready | None = None
+    moved: int = 0  # pieces of state that it has sent or received
+    failures: int = 0  # how often it could not come in
+    retry_at: float = 0.0
 
 
 @dataclass
@@ -54,12 +59,14 @@ class Epoch:
     Attributes:
         number: its number.
         uids: the members that are still in it, in the order of their ranks.
+        joining: those that take over the state.
         is_broken: whether members have been told that it is.
         absent: members that have yet to come back to a coordinator that was started again, and how long they may take.
     """
 
     number: int
     uids: list[str]
+    joining: list[str] = field(default_factory=list)
     is_broken: bool = False
     absent: dict[str, float] = field(default_factory=dict)
 

@@ -4,8 +4,8 @@ A member says:
 
     hello    who it is, its set-up, and the epoch that it belongs to, if any; first thing on every connection
     beat     that it is alive, its step, and whether it computes or waits
-    ready    that it waits for the next epoch, at step k: "before" a global average, "after" one, at the "end", or to "join"; and the
-             step of the last global average that it has completed
+    ready    that it waits for the next epoch, at step k: "between" two steps, "before" a global average, "after" one, at the "end",
+             or to "join"; and the step of the last global average that it has completed
     failed   that it could not connect to the other members of an epoch
     bye      that it leaves
 
@@ -36,7 +36,7 @@ BEAT = 0.5  # seconds between two signs of life
 SILENCE = 5.0  # seconds without one after which a member counts as lost
 LONGEST_LINE = 2**20  # bytes; a set-up with a long model description has some thousands
 
-Stage = Literal["before", "after", "end", "join"]
+Stage = Literal["between", "before", "after", "end", "join"]
 Message = dict[str, Any]
 
 

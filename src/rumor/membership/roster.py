@@ -14,8 +14,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from rumor.membership.member import Epoch, Member, Ready, difference, is_loopback, limit_of, progress
-from rumor.membership.protocol import PROTOCOL, SILENCE, Message
+from rumor.membership.member import FAILURES, RETRY_AFTER, STUCK, Epoch, Member, Ready, difference, is_loopback, limit_of, progress
+from rumor.membership.protocol import PROTOCOL, SILENCE, Message, Stage
 
 JOIN_WINDOW = 1.0  # seconds without a further newcomer before a new job begins
 START_GRACE = 2.0  # seconds for the members of a job to come back to a coordinator that was started again, before a new job may begin
@@ -47,6 +47,9 @@ class Roster:
 
     def hello(self, message: Message, now: float) -> bool:
         """A node introduces itself, or comes back. Returns whether it may stay."""
+        if self.over_at is not None and message["epoch"] is not None and message["k"] >= self.over_at:  # it has not heard
+            self._send(message["uid"], "over", {"k": self.over_at})
+            return False
         if (problem := self._problem(message)) is not None:
             self._log(f"refused {message.get('name')}: {problem}")
             self._send(message["uid"], "refused", {"why": problem})
@@ -68,7 +71,10 @@ class Roster:
         self._last_hello = now
         self._send(uid, "welcome", {})
         number = message["epoch"]
-        if number is not None and self.epoch is None:  # this coordinator was started again
+        if number is not None and (self.epoch is None or number > self._last_number):  # this coordinator was started again
+            for other in self.epoch.uids if self.epoch is not None else ():  # they were left behind, or began a job of their own
+                if other not in message["members"]:
+                    self._send(other, "dropped", {"why": "others have come further"})
             self.epoch = Epoch(number, list(message["members"]), absent=dict.fromkeys(message["members"], now + SILENCE))
             self._last_number = max(self._last_number, number)
             self._refuse_strangers(message["setup"])
@@ -86,8 +92,9 @@ class Roster:
     def beat(self, uid: str, message: Message, now: float) -> None:
         node = self.nodes[uid]
         node.heard = now
-        if (message["k"], message["computing"]) != (node.k, node.computing):
+        if (message["k"], message["computing"], message["moved"]) != (node.k, node.computing, node.moved):
             node.progressed = now
+        node.moved = message["moved"]
         node.k, node.computing, node.step_seconds = message["k"], message["computing"], message["step_seconds"]
         node.schedule = message["schedule"]
         self._send(uid, "beat", {})
@@ -103,9 +110,22 @@ class Roster:
         self._form(now)
 
     def failed(self, uid: str, number: int, now: float) -> None:
-        """A member could not connect to the others: all of them try again."""
-        if self._is_member(uid, number):
-            self._break(f"{self.nodes[uid].name} could not connect to the others")
+        """A member could not connect to the others: all of them try again, and newcomers a little later if it happens again."""
+        if not self._is_member(uid, number) or self.epoch is None:
+            return
+        is_lost = self.epoch.is_broken  # the reason is another node's death
+        joining = [] if is_lost else [self.nodes[one] for one in self.epoch.joining if one in self.nodes]
+        self._break(f"{self.nodes[uid].name} could not connect to the others")
+        self.epoch.joining = []
+        for node in joining:
+            node.failures += 1
+            node.retry_at = now + RETRY_AFTER * (node.failures - 1)
+            self.epoch.uids.remove(node.uid)
+            if node.failures >= FAILURES:
+                why = "this node and the members can't connect to each other: look for a firewall, or set GLOO_SOCKET_IFNAME"
+                self._log(f"refused {node.name}: {why}")
+                self._send(node.uid, "refused", {"why": why})
+                del self.nodes[node.uid]
 
     def gone(self, uid: str, why: str, now: float) -> None:
         """A node's connection has ended, or it is silent, or it has left."""
@@ -128,6 +148,10 @@ class Roster:
             for uid in [uid for uid, until in self.epoch.absent.items() if now > until]:
                 del self.epoch.absent[uid]
                 self._remove(uid, "a member is lost: it has not come back")
+        for node in self.nodes.values():
+            if node.retry_at and now >= node.retry_at:
+                node.retry_at = 0.0
+                self._tell_news()
         self._look_for_hung_nodes(now)
         self._form(now)
 
@@ -193,7 +217,9 @@ class Roster:
                 self._drop(node, f"others have waited for it for {limit:.1f} s", now)
         if len(waiting) == len(members) > 1 and not all(node.ready for node in members) and self.epoch is not None:
             stuck = min(now - node.progressed for node in members)
-            if not self.epoch.is_broken and stuck > max(limit_of(node, members) for node in members):
+            for node in [node for node in waiting if self.epoch.is_broken and node.ready is None and now - node.progressed > STUCK]:
+                self._drop(node, "it has not noticed that its epoch is broken", now)
+            if self.epoch is not None and not self.epoch.is_broken and stuck > max(limit_of(node, members) for node in members):
                 self._break(f"all members have waited for each other for {stuck:.0f} s")
 
     def _members(self) -> list[Member]:
@@ -201,12 +227,13 @@ class Roster:
 
     def _tell_passed(self, now: float) -> None:
         """Let members go on that wait for a global average which others have completed."""
-        waiting = [node for node in self._members() if node.ready is not None and node.ready.stage == "before"]
-        for node in waiting:
-            ahead = [other for other in self._members() if other.k > node.k and (other.ready is None or other.ready.stage == "before")]
+        early: tuple[Stage, ...] = ("between", "before")
+        for node in [node for node in self._members() if node.ready is not None and node.ready.stage in early]:
+            others = [other for other in self._members() if other.schedule and (other.ready is None or other.ready.stage in early)]
+            ahead = [other for other in others if _is_past(other, node)]
             if ahead:
                 node.ready, node.progressed = None, now
-                self._send(node.uid, "passed", {"schedule": max(ahead, key=lambda other: other.k).schedule})
+                self._send(node.uid, "passed", {"schedule": max(ahead, key=lambda other: other.schedule[0] or 0).schedule})
 
     # ---- the next epoch ----------------------------------------------------------------------------------------------------------
 
@@ -215,8 +242,9 @@ class Roster:
         members = self._members()
         if self.epoch is not None and (self.epoch.absent or any(node.ready is None for node in members)):
             return
-        newcomers = [node for node in self.nodes.values() if node not in members and node.ready is not None]
-        if not self._are_enough(len(members) + len(newcomers)):
+        newcomers = [node for node in self.nodes.values() if node not in members and node.ready is not None and now >= node.retry_at]
+        is_end = bool(members) and all(node.ready is not None and node.ready.stage == "end" for node in members)
+        if not is_end and not self._are_enough(len(members) + len(newcomers)):
             return
         if members:
             self._go_on(members, newcomers)
@@ -228,7 +256,10 @@ class Roster:
         return self._started is not None and now - self._started >= START_GRACE and now - self._last_hello >= JOIN_WINDOW
 
     def _are_enough(self, count: int) -> bool:
-        return count >= max([self._min_nodes, *(node.min_nodes for node in self.nodes.values())])
+        return count >= self._needed()
+
+    def _needed(self) -> int:
+        return max([self._min_nodes, *(node.min_nodes for node in self._members() or self.nodes.values())])
 
     def _go_on(self, members: list[Member], newcomers: list[Member]) -> None:
         assert self.epoch is not None
@@ -238,7 +269,7 @@ class Roster:
         stages = {node.ready.stage for node in ahead if node.ready is not None}
         if stages == {"end"} and not behind:
             self._end(furthest[0])
-        elif stages & {"before"}:  # those that are behind, and newcomers, come in after this global average
+        elif stages & {"before", "between"}:  # those that are behind, and newcomers, come in after this global average
             self._begin(ahead, [])
         elif not (behind or newcomers or self.epoch.is_broken):
             for node in members:
@@ -251,7 +282,7 @@ class Roster:
         """Begin an epoch. The `holders` have the job's state, and the first of them hands it to those that are `joining`."""
         self._last_number += 1
         everyone = [*sorted(holders, key=lambda node: -node.average), *joining]
-        self.epoch = Epoch(self._last_number, [node.uid for node in everyone])
+        self.epoch = Epoch(self._last_number, [node.uid for node in everyone], [node.uid for node in joining])
         members = [{"uid": node.uid, "name": node.name, "store": node.store, "average": node.average} for node in everyone]
         offer = {"number": self._last_number, "token": secrets.token_hex(8), "members": members}
         offer |= {"holders": len(holders), "at_end": at_end}
@@ -275,11 +306,18 @@ class Roster:
 
     def _tell_news(self) -> None:
         """Tell all nodes how many newcomers wait to be let in, if that has changed."""
-        newcomers = sum(node.ready is not None and not self._is_member(node.uid) for node in self.nodes.values())
-        needed = max([self._min_nodes, *(node.min_nodes for node in self.nodes.values())])
+        newcomers = sum(node.ready is not None and not node.retry_at and not self._is_member(node.uid) for node in self.nodes.values())
+        needed = self._needed()
         news = newcomers, len(self.nodes), needed
         if news == self._told:
             return
         self._told = news
         for uid in self.nodes:
             self._send(uid, "news", {"newcomers": newcomers, "here": len(self.nodes), "needed": needed})
+
+
+def _is_past(other: Member, node: Member) -> bool:
+    """Return whether a member has gone past the point where another one waits."""
+    k = other.schedule[0] or 0
+    is_between = node.ready is not None and node.ready.stage == "between"
+    return k > node.k or (is_between and k == node.k and other.ready is not None and other.ready.stage == "before")

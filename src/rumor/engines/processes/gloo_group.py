@@ -16,13 +16,14 @@ from collections.abc import Callable
 from contextlib import suppress
 
 import torch
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore, Work
 
 from rumor.membership.protocol import Address
 
 CONNECT_WITHIN = 30.0  # seconds for all members to connect to each other
 LAST_RESORT = 600.0  # seconds to wait for a message, if neither its sender nor the coordinator can be asked
 ENDING = 5.0  # seconds for gloo's threads to end, when the process does
+LOOKS_EVERY = 0.5  # seconds
 NO_MESSAGE = 2**31 - 1  # a tag that no message has
 
 
@@ -77,13 +78,31 @@ class GlooGroup:
         thread.start()
 
 
+class BreakableSum:
+    """A sum over all members. Who waits for it looks now and then whether the group is broken: gloo itself may miss that."""
+
+    def __init__(self, work: Work, group: GlooGroup):
+        self._work, self._group = work, group
+
+    def wait(self) -> object:
+        while True:
+            try:
+                return self._work.wait(datetime.timedelta(seconds=LOOKS_EVERY))
+            except RuntimeError as error:
+                if "timed out" not in str(error).lower() or self._group.is_broken:
+                    raise
+
+
 _living: weakref.WeakSet[GlooGroup] = weakref.WeakSet()
+_PROCESS = os.getpid()
 _ending: list[threading.Thread] = []  # that free groups
 
 
 @atexit.register
 def _end_all() -> None:
     """Let no message keep a process from ending. If gloo's threads were still at work then, they would abort it."""
+    if os.getpid() != _PROCESS:  # a fork shares the connections, and must not end them
+        return
     for group in list(_living):
         group.break_up()
         group.dispose()

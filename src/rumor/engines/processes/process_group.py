@@ -17,6 +17,7 @@ from rumor.engines.engine import Buffer, FiniteCheck, Pending, check_coded, sum_
 from rumor.engines.processes.alarm import Alarm, DeviceAlarm
 from rumor.engines.processes.channel import Channel, CodedChannel, Scratch
 from rumor.engines.processes.coded_mean import CodedBucketMean, CodedMean, Shares
+from rumor.engines.processes.gloo_group import GlooGroup
 from rumor.engines.processes.gpu_staging import CopyThread, Staging
 from rumor.engines.processes.pending import AllReduce, BucketMean, CodedGossip, Gossip, Links, post_receives, sums_of
 from rumor.engines.processes.transport import Group, GroupRef, Transport, default_group, keep_unclaimed
@@ -33,7 +34,6 @@ class ProcessGroup:
         group: the torch.distributed group across nodes; the default group if None.
         local_group: the ranks inside this node, if a node is several ranks.
         metrics: the counters to go on with; new ones if None.
-        is_registered: False for a group that torch.distributed does not know (gloo_group.py).
 
     Attributes:
         transport: sends messages to the other nodes.
@@ -41,11 +41,9 @@ class ProcessGroup:
         alarm: whether a model was not finite.
     """
 
-    def __init__(
-        self, group: Group | None = None, local_group: Group | None = None, metrics: Metrics | None = None, is_registered: bool = True
-    ):
+    def __init__(self, group: Group | GlooGroup | None = None, local_group: Group | None = None, metrics: Metrics | None = None):
         self.metrics = metrics or Metrics()
-        self.transport = Transport(group, self.metrics, is_registered=is_registered)
+        self.transport = Transport(group, self.metrics)
         if local_group is not None and group is None:
             raise ValueError("local_group= (the ranks inside this node) needs group= too: one rank of each node, this one among them")
         self.local = None if local_group is None else Transport(local_group, self.metrics, called="local rank")

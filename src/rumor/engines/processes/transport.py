@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket as GradBucket  # which torch.distributed exports, without a type
 
 from rumor.engines.processes import liveness
+from rumor.engines.processes.gloo_group import BreakableSum, GlooGroup
 from rumor.metrics import Metrics, span
 from rumor.model.tensors import as_real
 
@@ -64,21 +65,23 @@ class Transport:
         heard_news: whether some node had news, as of the last one. It is the same on all nodes.
     """
 
-    def __init__(self, group: Group | None, metrics: Metrics, called: str = "rank", is_registered: bool = True):
-        self._is_registered = is_registered  # False for a group that torch.distributed does not know: gloo_group.py
+    def __init__(self, group: Group | GlooGroup | None, metrics: Metrics, called: str = "rank"):
+        self._gloo = group if isinstance(group, GlooGroup) else None  # a group that torch.distributed does not know
         self.metrics, self._called = metrics, called
         self.has_news = self.heard_news = False
-        if is_registered:
+        if isinstance(group, GlooGroup):
+            group = group.group
+        else:
             if not (dist.is_available() and dist.is_initialized()):
                 raise RuntimeError("no process group: call torch.distributed.init_process_group() first (torchrun sets its variables)")
             group = group or dist.distributed_c10d._get_default_group()
         assert group is not None
         self.group_ref: GroupRef = weakref.ref(group)
         self.n = dist.get_world_size(group)
-        self.rank = dist.get_rank(group) if is_registered else group.rank()
+        self.rank = dist.get_rank(group) if self._gloo is None else group.rank()
         if self.rank < 0:
             raise ValueError("this process is not in the group it was given: each rank must pass a group that it belongs to")
-        self.backend = dist.get_backend(group) if is_registered else "gloo"
+        self.backend = dist.get_backend(group) if self._gloo is None else "gloo"
         self.sends_from_host = self.backend != "nccl"
         self.device = torch.device("cpu") if self.sends_from_host else torch.device("cuda", torch.cuda.current_device())
         self.addresses: liveness.Addresses = {}
@@ -97,10 +100,10 @@ class Transport:
     @property
     def ranks(self) -> list[int]:
         """Global ranks of the members."""
-        return dist.get_process_group_ranks(self.group) if self._is_registered else list(range(self.n))
+        return dist.get_process_group_ranks(self.group) if self._gloo is None else list(range(self.n))
 
     def global_rank(self, member: int) -> int:
-        return dist.get_global_rank(self.group, member) if self._is_registered else member
+        return dist.get_global_rank(self.group, member) if self._gloo is None else member
 
     # ---- messages ----------------------------------------------------------------------------------------------------------------
 
@@ -109,13 +112,13 @@ class Transport:
         return next(self._tags)
 
     def send(self, tensor: Tensor, peers: Iterable[int], tag: int) -> list[Work]:
-        if not self._is_registered:
+        if self._gloo is not None:
             return [self.group.send([tensor], peer, tag) for peer in peers]
         works = [dist.isend(tensor, peer, self.group, tag) for peer in peers]
         return [work for work in works if work is not None]
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        if not self._is_registered:
+        if self._gloo is not None:
             return self.group.recv([tensor], peer, tag)
         work = dist.irecv(tensor, peer, self.group, tag)
         assert work is not None  # this rank is in the group
@@ -140,7 +143,10 @@ class Transport:
 
     def sum(self, tensor: Tensor, doing: str) -> list[Work]:
         """Start to sum `tensor` over all members, in place."""
-        return [self.call(partial(dist.all_reduce, tensor, group=self.group, async_op=True), doing)] if self.n > 1 else []
+        if self.n == 1:
+            return []
+        work = self.call(partial(dist.all_reduce, tensor, group=self.group, async_op=True), doing)
+        return [work if self._gloo is None else BreakableSum(work, self._gloo)]
 
     def min(self, tensor: Tensor, doing: str) -> None:
         """Take the minimum of `tensor` over all members, in place."""
