@@ -11,7 +11,7 @@ from rumor.membership.protocol import Stage
 
 SLOW_LEAST = 1.0  # seconds that a member may take for a step in any case, with drop_slow
 HUNG_LEAST, HUNG_STEPS = 60.0, 20.0  # a member hangs if it keeps others waiting for so many seconds, and so many of the slowest steps
-STUCK = 30.0  # seconds for a member to notice that its epoch is broken
+STUCK = 5.0  # seconds for a member to notice that its epoch is broken
 FAILURES, RETRY_AFTER = 3, 10.0  # how often a newcomer may fail to connect, and how many seconds it waits after the second time
 RANKS: dict[Stage, int] = {"join": -1, "between": 0, "before": 1, "after": 2, "end": 2}
 
