@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from textwrap import indent
@@ -100,11 +100,10 @@ def test_a_block_runs_on_its_own(block: Block, as_typed: bool, tmp_path: Path) -
     "block", [block for page in PAGES for block in python_blocks(page) if COORDINATOR in block.script], ids=lambda block: block.name
 )
 def test_an_elastic_block_runs_on_two_nodes(block: Block, as_typed: bool, tmp_path: Path) -> None:
-    with Job(tmp_path, steps=0, min_nodes=2) as job, ThreadPoolExecutor(2) as pool:
+    with Job(tmp_path, steps=0, min_nodes=2) as job, ExitStack() as running:
         (tmp_path / "script.py").write_text(block.script.replace(COORDINATOR, str(job.address)))
-        nodes = [pool.submit(printed, ["script.py"], tmp_path, as_typed=as_typed) for _ in range(2)]
-        for node in nodes:
-            node.result(timeout=warm.DEADLINE)
+        nodes = [running.enter_context(warm.Job([tmp_path / "script.py"], {}, fresh=as_typed)) for _ in range(2)]
+        assert [node.wait() for node in nodes] == [0, 0], [node.output() for node in nodes]
         assert any(line.startswith("the job has ended at step ") for line in job.lines), job.lines
 
 
