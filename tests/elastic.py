@@ -170,6 +170,7 @@ class Job:
         self.nodes: dict[str, Any] = {}
         self.coordinator: Coordinator | None = None
         self._min_nodes = min_nodes
+        self._usual = rumor.membership.roster.JOIN_WINDOW, rumor.membership.roster.START_GRACE
         self.address = self.start_coordinator(Address("127.0.0.1", 0), grace=0.0)
 
     def start_coordinator(self, bind: Address, grace: float = 1.5) -> Address:
@@ -214,6 +215,7 @@ class Job:
         for process in self.nodes.values():
             process.join(30)
         self.stop_coordinator()
+        rumor.membership.roster.JOIN_WINDOW, rumor.membership.roster.START_GRACE = self._usual
 
     def start(self, *names: str, **options: Any) -> None:
         for name in names:
