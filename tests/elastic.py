@@ -84,9 +84,9 @@ def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
     try:
         state = options.get("average_state")
         averager = rumor.Averager(wrapped, method, group=group, local_group=local_group, optimizer=opt, average_state=state)
-    except RuntimeError as error:
+    except (rumor.RefusedError, rumor.JobEndedError) as error:
         Path(folder, f"{name}.refused").write_text(str(error))
-        return
+        raise
     own = 1.0 + sum(map(ord, name.split(".")[0])) % 97
     with open(f"{folder}/{name}", "a", buffering=1) as file:
         file.write(json.dumps({"joined": averager.steps, "after": model.flat(), "momentum": _momentum(opt)}) + "\n")

@@ -208,6 +208,32 @@ def test_strangers_are_refused_and_garbage_is_ignored(tmp_path: Path) -> None:
         job.start("late")
         job.wait((tmp_path / "late.refused").exists, "late is refused")
         assert "the job has ended at step 150" in (tmp_path / "late.refused").read_text()
+        job.nodes["late"].join(30)
+        assert job.nodes["late"].exitcode == 0  # a supervisor must not start it again
+        assert job.nodes["other"].exitcode == 1
+
+
+def test_a_node_that_finishes_early_leaves_the_others_and_one_that_ends_without_finish_is_named(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=60) as job:
+        job.begin("a", "b")
+        job.wait_until("a", 10)
+        job.start("short", steps=5)  # it comes in beyond its own end
+        job.nodes["short"].join(60)
+        assert job.nodes["short"].exitcode == 0, job.story()
+        assert "the others go on: this node ends with its own model" in (tmp_path / "short.err").read_text()
+        job.finish("a", "b")
+        assert survivors_kept_their_steps(job, "ab")
+        assert any("short has finished at step" in line for line in job.lines)
+
+
+def test_the_last_node_finishes_though_it_is_alone(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=41, min_nodes=2) as job:  # after 41 steps, no global average is due
+        job.begin("a")
+        job.start("b", steps=41, hangs_at=40)
+        job.wait_until("a", 40)
+        job.wait_until("b", 40)
+        job.signal("b", signal.SIGKILL)
+        job.finish("a")
 
 
 def test_what_does_not_fit_is_refused_before_a_connection(tmp_path: Path) -> None:
@@ -220,12 +246,18 @@ def test_what_does_not_fit_is_refused_before_a_connection(tmp_path: Path) -> Non
     ):
         with pytest.raises(ValueError, match=why):
             rumor.Averager(model, method, group=group)
+    with pytest.raises(TypeError, match=r"pass group=rumor.elastic\('host:29510'\)"):
+        rumor.Averager(model, rumor.local_sgd(H=4), group="host:29510")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"HOST:PORT, such as node0:29510, got 'http://node0:29510'"):
+        rumor.elastic("http://node0:29510")
     with pytest.raises(ValueError, match=r"lazy=True does not go with rumor\.elastic"):
         rumor.Averager(model, rumor.local_sgd(H=4), group=group, lazy=True)
     usual, link.CONNECT_WITHIN = link.CONNECT_WITHIN, 0.5
     try:
         with pytest.raises(ConnectionError, match=r"no coordinator at 127.0.0.1:1.*rumor coordinator --bind"):
             rumor.Averager(model, rumor.local_sgd(H=4), group=group)
+        with pytest.raises(ConnectionError, match=r"does not know the host 'no.such.host'"):
+            rumor.Averager(model, rumor.local_sgd(H=4), group=rumor.elastic("no.such.host:29510"))
     finally:
         link.CONNECT_WITHIN = usual
     for options, why in (({"min_nodes": 0}, "min_nodes"), ({"timeout": 0}, "timeout"), ({"drop_slow": 1.0}, "drop_slow")):
@@ -340,7 +372,8 @@ def test_a_node_that_ends_in_any_way_is_gone_at_once(tmp_path: Path, then: str) 
         job.finish("a", "b")
         job.nodes["x"].join(15)
         assert job.nodes["x"].exitcode == (-signal.SIGKILL if then == "fork" else 7)
-        assert ("x is lost: its connection has ended" if then == "fork" else "x has left") in job.lines
+        said = {"fork": "is lost: its connection has ended", "leave": "has left", "end": "has ended without averager.finish() or leave()"}
+        assert f"x {said[then]}" in job.lines
         assert survivors_kept_their_steps(job, "ab")
 
 

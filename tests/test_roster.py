@@ -28,11 +28,12 @@ class Room:
         message |= {"timeout": None, "drop_slow": None, "epoch": epoch, "members": list(members), **values}
         self.roster.hello(message, self.now)
 
-    def ready(self, uid: str, stage: str, k: int = 0, average: int = -1) -> None:
-        self.roster.ready(uid, {"k": k, "stage": stage, "schedule": [k, 0], "average": average}, self.now)
+    def ready(self, uid: str, stage: str, k: int = 0, average: int = -1, is_connected: bool = True) -> None:
+        message = {"k": k, "stage": stage, "schedule": [k, 0], "average": average, "is_connected": is_connected}
+        self.roster.ready(uid, message | {"stepping": k if stage == "before" else -1}, self.now)
 
-    def beat(self, uid: str, k: int, computing: bool = True) -> None:
-        message = {"k": k, "computing": computing, "step_seconds": 0.1, "schedule": [k, 2], "moved": 0}
+    def beat(self, uid: str, k: int, computing: bool = True, stepping: int = -1) -> None:
+        message = {"k": k, "computing": computing, "stepping": stepping, "step_seconds": 0.1, "schedule": [k, 2], "moved": 0}
         self.roster.beat(uid, message, self.now)
 
     def later(self, seconds: float, *beating: str, k: int = 0, computing: bool = True) -> None:
@@ -146,7 +147,58 @@ def test_the_job_ends_when_all_are_at_the_end() -> None:
     room.ready("b", "end", 10)
     assert room.last("a", "over") == {"k": 10}
     room.hello("c")
-    assert "the job has ended at step 10" in room.last("c", "refused")["why"]  # type: ignore[index]
+    assert room.last("c", "ended") == {"k": 10}
+    room.hello("d", setup="another job")
+    assert "the job has ended at step 10" in room.last("d", "refused")["why"]  # type: ignore[index]
+
+
+def test_members_that_finish_wait_for_each_other_and_for_no_newcomer() -> None:
+    room = Room(min_nodes=2).began("a", "b")
+    room.hello("c")
+    room.ready("c", "join")
+    room.ready("a", "finish", 10)
+    room.beat("b", 9, computing=False, stepping=9)  # it has not come so far
+    assert room.last("a", "same") is None
+    room.ready("b", "finish", 10)
+    assert room.last("a", "same") == room.last("b", "same") == {}
+    room.ready("a", "end", 10)
+    room.ready("b", "end", 10)
+    assert room.last("a", "over") == room.last("c", "ended") == {"k": 10}
+
+
+@pytest.mark.parametrize("stepping", [10, 13])
+def test_others_go_on_without_a_member_that_finishes_early(stepping: int) -> None:
+    room = Room().began("a", "b", "c")
+    room.ready("a", "finish", 10)
+    room.beat("b", 10, computing=True)
+    assert room.last("a", "alone") is None
+    room.beat("b", stepping, computing=False, stepping=stepping)
+    assert room.last("a", "alone") == {"k": 10}
+    assert room.last("b", "lost") == {"epoch": 1, "why": "a has finished at step 10"}
+    room.ready("b", "before", 11)
+    room.ready("c", "before", 11)
+    assert room.members("b") == ["b", "c"]
+
+
+def test_the_last_one_finishes_whatever_min_nodes_says() -> None:
+    room = Room(min_nodes=2).began("a", "b")
+    room.roster.gone("b", "has ended without averager.finish() or leave()", room.now)
+    room.ready("a", "finish", 10, is_connected=False)
+    assert room.members("a") == ["a"]
+    room.ready("a", "finish", 10)
+    assert room.last("a", "same") == {}
+    room.ready("a", "end", 10)
+    assert room.last("a", "over") == {"k": 10}
+
+
+def test_members_that_have_lost_each_other_but_not_the_coordinator_connect_anew_to_finish() -> None:
+    room = Room().began("a", "b")
+    room.ready("a", "finish", 10, is_connected=False)
+    room.ready("b", "finish", 10)
+    assert room.last("a", "same") is None
+    assert room.members("b") == ["a", "b"]
+    assert room.roster.epoch is not None
+    assert room.roster.epoch.number == 2
 
 
 def test_a_silent_node_is_lost_and_a_slow_one_is_not() -> None:
@@ -308,7 +360,7 @@ def test_state_that_travels_is_progress_and_a_member_that_is_stuck_is_dropped() 
     for moved in range(200):
         room.now += 0.5
         for uid in "abc":
-            message = {"k": 3, "computing": False, "step_seconds": 0.1, "schedule": [3, 2], "moved": moved}
+            message = {"k": 3, "computing": False, "stepping": 3, "step_seconds": 0.1, "schedule": [3, 2], "moved": moved}
             room.roster.beat(uid, message, room.now)
         room.roster.tick(room.now)
     assert room.last("a", "lost") is None

@@ -6,7 +6,7 @@ import torch
 
 from rumor import cost, theory
 from rumor.engines import Stacked
-from rumor.membership import elastic
+from rumor.membership import JobEndedError, RefusedError, elastic
 from rumor.methods import (
     DiLoCo,
     GossipPGA,
@@ -63,12 +63,14 @@ __all__ = [
     "Averager",
     "DiLoCo",
     "GossipPGA",
+    "JobEndedError",
     "LearningRate",
     "Metrics",
     "Never",
     "Periodic",
     "ProcessGroup",
     "PushSum",
+    "RefusedError",
     "Simulator",
     "SlowMo",
     "Stacked",

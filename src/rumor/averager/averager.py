@@ -93,12 +93,14 @@ class Averager:
         self._showing_mean = self._has_stepped = False
         self._elastic: Elastic | ElasticNode | None = None
         self._local_ranks = None if local_group is None else ranks_of(local_group)
+        if isinstance(group, str):
+            raise TypeError(f"group={group!r} is a string: pass group=rumor.elastic({group!r})")
         if isinstance(group, ElasticGroup):
             check_elastic(algorithm, lazy, rescue)
             check_model_of_member(model, self._local_ranks or [])
             state = self._state_of(model, algorithm, average_state)
             setup = what_ranks_compare(model, algorithm, None, average_state, state, has_local_group=False)
-            setup["optimizer"] = type(optimizer).__name__
+            setup |= {"optimizer": type(optimizer).__name__, "name of the job": str(group.job)}
             self.replica = Replica(model, state, average_state)
             self._elastic = member_of(group, local_group, self.replica, algorithm, setup, optimizer)
             return

@@ -29,6 +29,7 @@ from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.membership.group import ElasticGroup
 from rumor.membership.link import Link, Offer
+from rumor.membership.member import listed
 from rumor.membership.protocol import PROTOCOL, Address, Stage
 from rumor.methods.algorithm import Algorithm
 from rumor.metrics import Metrics
@@ -77,6 +78,7 @@ class Elastic:
         self.has_left = False
         self._passed: ScheduleState | None = None  # the schedule of those that have completed the average that this node has missed
         self._is_at_end = False  # whether it came in after the others had made their last average
+        self._is_over = False  # whether the coordinator has nothing left to say to this node
         self._metrics = Metrics()
         self._computing_since = time.monotonic()
         hello = {
@@ -90,7 +92,8 @@ class Elastic:
         }
         on_lost = weakref.WeakMethod(self._on_lost)
         self._link = Link(group.coordinator, hello, lambda why: break_up(why) if (break_up := on_lost()) is not None else None)
-        weakref.finalize(self, self._link.close).atexit = False  # an Averager that is dropped is no longer a member
+        # an Averager that is dropped is no longer a member
+        weakref.finalize(self, self._link.close, "has ended without averager.finish() or leave()").atexit = False
         self._link.connect()
         self._store = store_server()
         self._link.start(Address(self._link.host, self._store.port))
@@ -108,6 +111,7 @@ class Elastic:
         if self.has_left:
             raise RuntimeError("this node has left the job: call step() before finish() or leave()")
         self._stop_computing()
+        self._link.stepping = self._replica.runner.k
         self._transport.has_news = self._link.newcomers > 0
         try:
             if self._replica.runner.is_next_global:
@@ -115,6 +119,7 @@ class Elastic:
             else:
                 self._gossip_step(loss, lr)
         finally:
+            self._link.stepping = -1
             self._start_computing()
 
     def _gossip_step(self, loss: Tensor | float | None, lr: float | None) -> None:
@@ -169,6 +174,8 @@ class Elastic:
                 if self._is_broken:
                     self._is_member = self._is_member and not rejoins
                     if self._regroup("between"):
+                        if self._passed is not None:
+                            log.warning("rumor: step %d: the others are ahead, so this is of this node's own model", self._replica.runner.k)
                         return None
                 try:
                     return do()
@@ -178,15 +185,26 @@ class Elastic:
             self._start_computing()
 
     def finish(self) -> None:
-        """Average once more, wait until all members have done so, and leave."""
+        """Wait until all members have come to the end, average once more, wait until all have done so, and leave."""
         if self.has_left:
             return
-        if not self._is_at_end:
-            self.together(self._replica.finish)
         self._stop_computing()
-        while not self._regroup("end"):
+        while not (self._is_over or self._is_at_end or self._last_average()):
+            pass
+        while not (self._is_over or self._regroup("end")):
             pass
         self.leave()
+
+    def _last_average(self) -> bool:
+        """Returns whether it was completed."""
+        if self._regroup("finish"):  # this node has taken over the state of another, or it was told to end
+            return False
+        try:
+            self._replica.finish()
+        except ConnectionError as error:
+            self._break(error)
+            return False
+        return True
 
     def leave(self) -> None:
         """Leave the job. The others go on."""
@@ -217,7 +235,7 @@ class Elastic:
 
     def _on_lost(self, why: str) -> None:
         """The coordinator says that this epoch is broken (in the link's thread)."""
-        log.info("rumor: %s", why)
+        log.warning("rumor: %s", why)
         if (gloo := self._gloo) is not None:
             gloo.break_up()
 
@@ -233,9 +251,10 @@ class Elastic:
         while True:
             k = self._replica.runner.k if self._gloo is not None else 0
             self._tell_link()
-            offer = self._link.next_epoch(k, stage if self._is_member else "join")
+            offer = self._link.next_epoch(k, stage if self._is_member else "join", is_connected=not self._is_broken)
             if offer.is_over or offer.is_same:
                 self._transport.heard_news = False
+                self._is_over = offer.is_over
                 return offer.is_over
             if offer.passed is not None:
                 self._passed = ScheduleState(*offer.passed)
@@ -244,6 +263,7 @@ class Elastic:
                 break
         self._metrics.membership_changes += 1
         self._metrics.seconds_regrouping += time.perf_counter() - began
+        log.warning("rumor: step %d: %s", self._replica.runner.k, listed(self.members))
         return took_over
 
     def _enter(self, offer: Offer) -> bool | None:

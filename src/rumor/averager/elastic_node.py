@@ -22,6 +22,7 @@ from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.engines.processes.transport import Group, Transport
 from rumor.membership.group import ElasticGroup
+from rumor.membership.link import JobEndedError
 from rumor.membership.protocol import Address
 from rumor.methods.algorithm import Algorithm
 from rumor.metrics import Metrics
@@ -148,7 +149,7 @@ class ElasticNode:
         k, takeovers = (0, 0) if self._member is None else (self._replica.runner.k, self._member.takeovers)
         try:
             result = do()
-        except Exception as error:
+        except (Exception, JobEndedError) as error:
             self._share(error=error)
             raise
         assert self._member is not None
@@ -158,12 +159,14 @@ class ElasticNode:
         return result
 
     def _share(
-        self, everything: bool = False, took_over: bool = False, result: object = None, error: Exception | None = None
+        self, everything: bool = False, took_over: bool = False, result: object = None, error: BaseException | None = None
     ) -> dict[str, Any]:
         """Send the state of the first rank to the others. Returns what it has said."""
         own = self._header(everything, took_over, result, error) if self._local.rank == 0 else None
         header: dict[str, Any] = self._local.gather_objects(own, DOING)[0]
         if self._local.rank > 0:
+            if header.get("ended_at") is not None:
+                raise JobEndedError(header["ended_at"])
             if header["error"] is not None:
                 raise RuntimeError(f"the first rank of this node has failed: {header['error']}")
             self._follow(header)
@@ -172,9 +175,9 @@ class ElasticNode:
                 self._broadcast(header["everything"])
         return header
 
-    def _header(self, everything: bool, took_over: bool, result: object, error: Exception | None) -> dict[str, Any]:
+    def _header(self, everything: bool, took_over: bool, result: object, error: BaseException | None) -> dict[str, Any]:
         if error is not None or self._member is None:
-            return {"error": f"{type(error).__name__}: {error}"}
+            return {"error": f"{type(error).__name__}: {error}", "ended_at": getattr(error, "k", None)}
         self.members, self.rank = self._member.members, self._member.rank
         metrics, optimizer = self._replica.engine.metrics, None
         if everything and self._optimizer is not None:

@@ -9,5 +9,6 @@ group           `rumor.elastic`, what users hand to the Averager
 """
 
 from rumor.membership.group import ElasticGroup, elastic
+from rumor.membership.link import JobEndedError, RefusedError
 
-__all__ = ["ElasticGroup", "elastic"]
+__all__ = ["ElasticGroup", "JobEndedError", "RefusedError", "elastic"]

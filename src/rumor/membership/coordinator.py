@@ -43,6 +43,7 @@ class Coordinator:
         self._connections: dict[str, _Connection] = {}  # by uid
         self.roster = Roster(self._send, log, min_nodes)
         self.address = bind
+        self._is_stopping = False
 
     async def serve(self, started: Callable[[Address], object] = lambda _: None) -> None:
         """Run until cancelled."""
@@ -50,16 +51,29 @@ class Coordinator:
         host, port = server.sockets[0].getsockname()[:2]
         self.address = Address(host, port)
         started(self.address)
-        async with server:
+        try:
             while True:
                 self.roster.tick(time.monotonic())
                 self._close_lost()
                 await asyncio.sleep(TICK)
+        finally:
+            self._stop()
+            server.close()
+
+    def _stop(self) -> None:
+        """Close all connections. Members go on without a coordinator."""
+        self._is_stopping = True
+        if here := len(self.roster.nodes):
+            self._log(
+                f"stopped. {here} node{'s go' if here > 1 else ' goes'} on without it, and will come back if it is started again here"
+            )
+        for connection in self._connections.values():
+            connection.writer.close()
 
     def _send(self, uid: str, kind: str, values: Message) -> None:
         if (connection := self._connections.get(uid)) is not None:
             connection.send(kind, values)
-            if kind in ("over", "refused"):
+            if kind in ("alone", "over", "ended", "refused"):
                 connection.writer.close()
 
     def _close_lost(self) -> None:
@@ -76,17 +90,17 @@ class Coordinator:
             while line := await reader.readline():
                 message = decode(line)
                 if message["kind"] == "bye":
-                    why = "has left"
+                    why = str(message["why"])
                     break
                 if self._connections.get(connection.uid or "") is not connection:
                     break  # it was dropped for its silence, or came back on another connection
                 self._hear(connection.uid or "", message)
         except (ValueError, KeyError, TypeError) as error:  # garbage, or a line that is too long
             self._log(f"closed a connection from {_peer(writer)}: {error}")
-        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
-            if connection.uid is not None and self._connections.get(connection.uid) is connection:
+            if connection.uid is not None and self._connections.get(connection.uid) is connection and not self._is_stopping:
                 del self._connections[connection.uid]
                 self.roster.gone(connection.uid, why, time.monotonic())
             writer.close()
@@ -126,8 +140,11 @@ def _is_complete(hello: Message) -> bool:
 def _is_sound(message: Message) -> bool:
     """Return whether the values that the roster reads have the right types."""
     types: dict[str, Any] = {"k": int, "computing": bool, "step_seconds": int | float, "moved": int, "schedule": list, "average": int}
-    types |= {"stage": str, "epoch": int}
-    needed = {"beat": ("k", "computing", "step_seconds", "moved", "schedule"), "ready": ("k", "stage", "schedule", "average")}
+    types |= {"stage": str, "epoch": int, "stepping": int, "is_connected": bool}
+    needed = {
+        "beat": ("k", "computing", "stepping", "step_seconds", "moved", "schedule"),
+        "ready": ("k", "stage", "is_connected", "stepping", "schedule", "average"),
+    }
     names = needed.get(message["kind"], ("epoch",))
     return all(isinstance(message.get(name), types[name]) for name in names) and message.get("stage", "join") in RANKS
 

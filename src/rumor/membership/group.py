@@ -19,6 +19,7 @@ class ElasticGroup:
         min_nodes: how many nodes there must be.
         timeout: seconds that others wait for a member that does not call step(); None for 60, or 20 of the slowest steps if longer.
         drop_slow: how many times slower than the others a member may be; None if it may be slow.
+        job: name of the job, which must be the same on all nodes.
     """
 
     coordinator: Address
@@ -26,10 +27,17 @@ class ElasticGroup:
     min_nodes: int = 1
     timeout: float | None = None
     drop_slow: float | None = None
+    job: str | None = None
 
 
 def elastic(
-    coordinator: str, name: str | None = None, min_nodes: int = 1, timeout: float | None = None, *, drop_slow: float | None = None
+    coordinator: str,
+    name: str | None = None,
+    min_nodes: int = 1,
+    timeout: float | None = None,
+    *,
+    drop_slow: float | None = None,
+    job: str | None = None,
 ) -> ElasticGroup:
     """Let members come and go: nodes that die, hang or leave do not stop the others, and newcomers take over the job's state.
 
@@ -45,10 +53,15 @@ def elastic(
         timeout: seconds that others wait for a member that is alive but does not call step(), before they go on without it. None: 60
             seconds, or 20 of the slowest recent steps if that is longer.
         drop_slow: go on without a member whose step takes this many times as long as the others' (1 second at least). None: wait for it.
+        job: a name of the job. The coordinator refuses nodes that name another one. Without names, a second job with the same model and
+            method would join the first.
+
+    A node that comes after the job has ended gets `rumor.JobEndedError`, which ends its process with exit code 0. One that does not fit
+    the job gets `rumor.RefusedError`.
 
     >>> import rumor
     >>> rumor.elastic("node0:29510", name="alice")
-    ElasticGroup(coordinator=Address(host='node0', port=29510), name='alice', min_nodes=1, timeout=None, drop_slow=None)
+    ElasticGroup(coordinator=Address(host='node0', port=29510), name='alice', min_nodes=1, timeout=None, drop_slow=None, job=None)
     """
     if isinstance(min_nodes, bool) or not isinstance(min_nodes, int) or min_nodes < 1:
         raise ValueError(f"min_nodes must be a whole number >= 1, got min_nodes={min_nodes!r}")
@@ -56,4 +69,5 @@ def elastic(
         raise ValueError(f"timeout is in seconds and must be above 0, got timeout={timeout!r}")
     if drop_slow is not None and drop_slow <= 1:
         raise ValueError(f"drop_slow is how many times slower a member may be, and must be above 1, got drop_slow={drop_slow!r}")
-    return ElasticGroup(parse_address(coordinator), name or f"{socket.gethostname()}:{os.getpid()}", min_nodes, timeout, drop_slow)
+    name = name or f"{socket.gethostname()}:{os.getpid()}"
+    return ElasticGroup(parse_address(coordinator), name, min_nodes, timeout, drop_slow, job)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from rumor.membership.protocol import BEAT, LONGEST_LINE, SILENCE, Address, Message, Stage, decode, encode
 
 CONNECT_WITHIN = 60.0  # seconds for the first connection to a coordinator that may start later than its members
+SAY_NO_COORDINATOR_AFTER = 3.0  # seconds of these
 RETRY = 0.3  # seconds between two attempts
 END_WITHOUT = 30.0  # seconds that a node waits for a lost coordinator before it ends without it
 SAY_SO_AFTER = 10.0  # seconds of waiting
@@ -44,7 +45,7 @@ class Offer(NamedTuple):
         is_at_end: whether the holders have made their last average.
         is_same: whether nothing has changed.
         passed: the schedule of a member that has completed the global average that this one waits for, if there is one.
-        is_over: whether the job has ended.
+        is_over: whether the job has ended, for this node at least.
     """
 
     number: int
@@ -58,7 +59,25 @@ class Offer(NamedTuple):
 
 
 class RefusedError(RuntimeError):
-    """The coordinator does not let this node take part."""
+    """The coordinator does not let this node take part in the job, for example because its model is another one."""
+
+    __module__ = "rumor"
+
+
+class JobEndedError(SystemExit):
+    """The job had ended before this node came. If nobody catches it, the process ends with exit code 0.
+
+    So nobody evaluates or saves a model that was not trained, and a supervisor does not start the node again.
+    """
+
+    __module__ = "rumor"
+
+    def __init__(self, k: int):
+        super().__init__(0)
+        self.k = k
+
+    def __str__(self) -> str:
+        return f"the job has ended at step {self.k}, so there is nothing to do for this node. A new job needs a new coordinator"
 
 
 class Link:
@@ -75,46 +94,57 @@ class Link:
         self._changed = threading.Condition()
         self._socket: socket.socket | None = None
         self._welcomed = self._closed = False
-        self._refusal: str | None = None
+        self._refusal: RefusedError | JobEndedError | None = None
         self._ready: Message | None = None  # what this node waits for
         self._offer: Offer | None = None
         self._epoch: tuple[int, list[str]] | None = None
         self._unreachable_since: float | None = None
         self.newcomers, self.here, self.needed = 0, 1, 1
         self.k, self.computing, self.step_seconds = 0, True, 0.0
+        self.stepping = -1  # the step() that this node is in, if any
         self.schedule: Sequence[Any] = ()
         self.average = -1
         self.moved = 0  # pieces of state that have been sent or received: a sign of progress
         self._lost_number = 0  # of the last epoch that the coordinator has called broken
+        self._last_loss = ""
         self.host = ""  # this host's address, as the coordinator sees it
         _links.add(self)
         self._thread = threading.Thread(target=self._run, name="rumor-link", daemon=True)
 
     def connect(self) -> None:
         """Find this host's address, then say hello. Raises ConnectionError if there is no coordinator."""
-        ends = time.monotonic() + CONNECT_WITHIN
-        while True:
+        began, said, problem = time.monotonic(), False, ""
+        while self._socket is None:
             try:
                 self._socket = self._connected()
-                break
             except OSError as error:
-                if time.monotonic() > ends:
-                    raise ConnectionError(
-                        f"no coordinator at {self._coordinator} ({error}): start one with `rumor coordinator --bind 0.0.0.0:"
-                        f"{self._coordinator.port}` on that host"
-                    ) from error
+                problem = self._no_coordinator(error)
+            waited = time.monotonic() - began
+            if self._socket is None and waited > CONNECT_WITHIN:
+                raise ConnectionError(problem)
+            if self._socket is None and waited > SAY_NO_COORDINATOR_AFTER and not said:
+                said = True
+                log.warning("rumor: %s. Trying for another %.0f s", problem, CONNECT_WITHIN - waited)
+            if self._socket is None:
                 time.sleep(RETRY)
         self.host = str(self._socket.getsockname()[0])
+
+    def _no_coordinator(self, error: OSError) -> str:
+        host, port = self._coordinator
+        if isinstance(error, socket.gaierror):
+            return f"no coordinator at {self._coordinator}: this machine does not know the host {host!r}. Check the name, or use an address"
+        start = f"start one on that host with `rumor coordinator --bind 0.0.0.0:{port}`, and check that no firewall closes the port"
+        return f"no coordinator at {self._coordinator} ({error}): {start}"
 
     def start(self, store: Address) -> None:
         self._hello["store"] = list(store)
         self._thread.start()
 
-    def close(self) -> None:
-        """Leave."""
+    def close(self, why: str = "has left") -> None:
+        """Leave. The coordinator prints why, after the name of this node."""
         with self._changed:
             self._closed = True
-            self._say("bye")
+            self._say("bye", why=why)
         if self._thread.is_alive():
             self._thread.join(2 * BEAT)
         if self._socket is not None:
@@ -127,23 +157,31 @@ class Link:
 
     # ---- what the main thread asks for -------------------------------------------------------------------------------------------
 
-    def next_epoch(self, k: int, stage: Stage) -> Offer:
-        """Wait for the next epoch. Raises RefusedError if this node may not take part in it."""
+    def next_epoch(self, k: int, stage: Stage, is_connected: bool = False) -> Offer:
+        """Wait for the next epoch. Raises RefusedError or JobEndedError if this node may not take part in it.
+
+        Args:
+            k: number of steps taken.
+            stage: where this node is.
+            is_connected: whether its connections to the other members work.
+        """
         with self._changed:
             self._offer = None
             self.k = k
-            self._ready = {"k": k, "stage": stage, "schedule": list(self.schedule), "average": self.average}
+            self._ready = {"k": k, "stage": stage, "is_connected": is_connected, "stepping": self.stepping}
+            self._ready |= {"schedule": list(self.schedule), "average": self.average}
             self._say("ready", **self._ready)
             began, said = time.monotonic(), False
             while self._offer is None:
                 if self._refusal is not None:
-                    raise RefusedError(self._refusal)
+                    raise self._refusal
                 if self._closed:
                     raise RuntimeError("this node has left the job: call step() before finish() or leave()")
                 self._changed.wait(BEAT)
-                if stage == "end" and self._is_out_of_touch(END_WITHOUT):
+                if stage in ("finish", "end") and self._is_out_of_touch(END_WITHOUT):
                     log.warning("rumor: step %d: the coordinator is gone, so this node ends without it", k)
-                    return Offer(0, "", [], 0, is_over=True)
+                    can_average = stage == "finish" and is_connected
+                    return Offer(0, "", [], 0, is_same=can_average, is_over=not can_average)
                 if not said and time.monotonic() - began > SAY_SO_AFTER:
                     said = True
                     log.warning("rumor: step %d: %s", k, self._why_waiting())
@@ -163,7 +201,7 @@ class Link:
         """Give a sign of life."""
         with self._changed:
             values = {"k": self.k, "computing": self.computing, "step_seconds": self.step_seconds, "moved": self.moved}
-            self._say("beat", **values, schedule=list(self.schedule))
+            self._say("beat", **values, stepping=self.stepping, schedule=list(self.schedule))
 
     def is_lost(self, offer: Offer) -> bool:
         """Whether the epoch that was offered is broken already."""
@@ -173,7 +211,8 @@ class Link:
         if not self.is_in_touch:
             return f"waiting for the coordinator at {self._coordinator} to come back"
         if self.here < self.needed:
-            return f"waiting for nodes: {self.here} here, {self.needed} needed (min_nodes)"
+            lost = f". The last loss: {self._last_loss}" if self._last_loss else ""
+            return f"waiting for nodes: {self.here} here, {self.needed} needed (min_nodes){lost}"
         return "waiting for the other members to reach a global average"
 
     # ---- the thread --------------------------------------------------------------------------------------------------------------
@@ -201,11 +240,14 @@ class Link:
             self._welcomed = True
             if self._ready is not None:
                 self._say("ready", **self._ready)
-        heard, beats, unread = time.monotonic(), 0.0, b""
+        heard = now = time.monotonic()
+        beats, unread = 0.0, b""
         selector = selectors.DefaultSelector()
         selector.register(connection, selectors.EVENT_READ)
         while not self._closed and self._refusal is None:
-            now = time.monotonic()
+            before, now = now, time.monotonic()
+            if now - before > SILENCE:
+                raise _StoppedError(f"this process did not run for {now - before:.0f} s")
             if now - beats >= BEAT:
                 beats = now
                 self.beat()
@@ -237,7 +279,10 @@ class Link:
                     log.warning("rumor: the coordinator at %s is back", self._coordinator)
                 self._unreachable_since = None
             elif kind == "refused":
-                self._refusal = message["why"]
+                self._refusal = RefusedError(message["why"])
+            elif kind == "ended":
+                self._refusal = JobEndedError(message["k"])
+                log.warning("rumor: %s", self._refusal)
             elif kind == "news":
                 self.newcomers, self.here, self.needed = message["newcomers"], message["here"], message["needed"]
             elif kind == "epoch":
@@ -247,16 +292,18 @@ class Link:
                 self._lost_number = min(self._lost_number, message["number"] - 1)  # a new coordinator begins anew
             elif kind == "passed":
                 self._offer = Offer(0, "", [], 0, passed=message["schedule"])
-            elif kind in ("same", "over"):
-                self._offer = Offer(0, "", [], 0, is_same=kind == "same", is_over=kind == "over")
-                self._closed |= kind == "over"
+            elif kind in ("same", "over", "alone"):
+                self._offer = Offer(0, "", [], 0, is_same=kind == "same", is_over=kind != "same")
+                self._closed |= kind != "same"
+                if kind == "alone":
+                    log.warning("rumor: finish() at step %d, but the others go on: this node ends with its own model", message["k"])
             elif kind == "lost":
                 self._lost_number = max(self._lost_number, message["epoch"])
                 if self._epoch is not None and message["epoch"] == self._epoch[0]:
-                    broken = message["why"]
+                    broken = self._last_loss = message["why"]
             elif kind == "dropped" and self._epoch is not None:
                 self._lost_number = max(self._lost_number, self._epoch[0])
-                self._epoch, broken = None, message["why"]
+                self._epoch, broken = None, f"this node is no longer a member: {message['why']}. It will take over their model"
             self._changed.notify_all()
         if broken is not None:
             self._on_lost(broken)
@@ -268,8 +315,15 @@ class Link:
             self._socket, self._welcomed = None, False
             if self._unreachable_since is None and not self._closed:
                 self._unreachable_since = time.monotonic()
-                log.warning("rumor: lost the coordinator at %s (%s); members go on without it", self._coordinator, error)
+                if isinstance(error, _StoppedError):
+                    log.warning("rumor: %s. It asks the coordinator whether it is still a member", error)
+                else:
+                    log.warning("rumor: lost the coordinator at %s (%s); members go on without it", self._coordinator, error)
             self.newcomers = 0
+
+
+class _StoppedError(Exception):
+    """This process was stopped for so long that the others may have gone on without it."""
 
 
 _links: weakref.WeakSet[Link] = weakref.WeakSet()

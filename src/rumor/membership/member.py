@@ -13,7 +13,8 @@ SLOW_LEAST = 1.0  # seconds that a member may take for a step in any case, with 
 HUNG_LEAST, HUNG_STEPS = 60.0, 20.0  # a member hangs if it keeps others waiting for so many seconds, and so many of the slowest steps
 STUCK = 5.0  # seconds for a member to notice that its epoch is broken
 FAILURES, RETRY_AFTER = 3, 10.0  # how often a newcomer may fail to connect, and how many seconds it waits after the second time
-RANKS: dict[Stage, int] = {"join": -1, "between": 0, "before": 1, "after": 2, "end": 2}
+MOST_NAMES = 8  # in one line
+RANKS: dict[Stage, int] = {"join": -1, "between": 0, "finish": 0, "before": 1, "after": 2, "end": 2}
 
 
 class Ready(NamedTuple):
@@ -21,6 +22,7 @@ class Ready(NamedTuple):
 
     k: int
     stage: Stage
+    is_connected: bool = True  # to the other members of its epoch
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -43,6 +45,7 @@ class Member:
     progressed: float  # when it last took a step
     k: int = 0
     computing: bool = False
+    stepping: int = -1  # the step() that it is in; -1 if it is in none
     step_seconds: float = 0.0  # the slowest of its recent steps
     schedule: list[float | None] = field(default_factory=list)  # the state of its schedule
     average: int = -1  # step of the last global average that it has completed
@@ -96,3 +99,9 @@ def limit_of(node: Member, others: Iterable[Member]) -> float:
         return max(SLOW_LEAST, min(limits) * median(seconds))
     given = [other.timeout for other in (node, *others) if other.timeout is not None]
     return max(given) if given else max(HUNG_LEAST, HUNG_STEPS * max([*seconds, node.step_seconds]))
+
+
+def listed(members: list[str]) -> str:
+    """Name the members, or the first of them if there are many."""
+    names = members if len(members) <= MOST_NAMES else [*members[:MOST_NAMES], "..."]
+    return f"{len(members)} member{'s' * (len(members) > 1)}: {', '.join(names)}"

@@ -4,10 +4,10 @@ A member says:
 
     hello    who it is, its set-up, and the epoch that it belongs to, if any; first thing on every connection
     beat     that it is alive, its step, and whether it computes or waits
-    ready    that it waits for the next epoch, at step k: "between" two steps, "before" a global average, "after" one, at the "end",
-             or to "join"; and the step of the last global average that it has completed
+    ready    that it waits for the next epoch, at step k: "between" two steps, "before" a global average, "after" one, to "finish" with a
+             last average, at the "end", or to "join"; and the step of the last global average that it has completed
     failed   that it could not connect to the other members of an epoch
-    bye      that it leaves
+    bye      that it leaves, and why
 
 The coordinator says:
 
@@ -20,7 +20,9 @@ The coordinator says:
     epoch    the members of the next epoch
     same     that the members stay the same
     passed   that others have completed the global average that this member waits for: it goes on alone to the next
+    alone    that this member has finished while the others take further steps: they go on without it
     over     that the job has ended
+    ended    that the job had ended before this node came
 
 An epoch is a set of members with a process group between them. Epochs are numbered.
 """
@@ -30,13 +32,13 @@ from __future__ import annotations
 import json
 from typing import Any, Literal, NamedTuple
 
-PROTOCOL = 1
+PROTOCOL = 2
 PORT = 29510
 BEAT = 0.5  # seconds between two signs of life
 SILENCE = 5.0  # seconds without one after which a member counts as lost
 LONGEST_LINE = 2**20  # bytes; a set-up with a long model description has some thousands
 
-Stage = Literal["between", "before", "after", "end", "join"]
+Stage = Literal["between", "before", "after", "finish", "end", "join"]
 Message = dict[str, Any]
 
 
@@ -60,7 +62,7 @@ def parse_address(text: str, default_port: int = PORT) -> Address:
     if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
         host, port = text, str(default_port)
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 <= int(port) < 2**16:
+    if not host or set(host) & set("/ \t") or not port.isdecimal() or not 0 <= int(port) < 2**16:
         raise ValueError(f"the coordinator's address is HOST:PORT, such as node0:{default_port}, got {text!r}")
     return Address(host, int(port))
 

@@ -7,6 +7,7 @@ Rules:
 - If a node dies in the middle of a global average, some may have completed it and others not. Those that have not go on alone, and
   average with the others at the next one. If the others wait for newcomers, they join again like these.
 - A member is lost when its connection ends or when it is silent. A slow member is not lost, unless it keeps others waiting for too long.
+- Members that finish wait for each other, and then average once more. If others take further steps, they go on without it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Roster:
         self.nodes: dict[str, Member] = {}
         self.epoch: Epoch | None = None
         self.over_at: int | None = None
+        self._over_setup: dict[str, str] = {}  # of the job that has ended
         self._last_hello = 0.0
         self._started: float | None = None  # when this coordinator was
         self._last_number = 0
@@ -49,6 +51,10 @@ class Roster:
         """A node introduces itself, or comes back. Returns whether it may stay."""
         if self.over_at is not None and message["epoch"] is not None and message["k"] >= self.over_at:  # it has not heard
             self._send(message["uid"], "over", {"k": self.over_at})
+            return False
+        if self.over_at is not None and difference(self._over_setup, message["setup"]) is None:
+            self._log(f"{message['name']} has come after the end")
+            self._send(message["uid"], "ended", {"k": self.over_at})
             return False
         if (problem := self._problem(message)) is not None:
             self._log(f"refused {message.get('name')}: {problem}")
@@ -96,16 +102,19 @@ class Roster:
             node.progressed = now
         node.moved = message["moved"]
         node.k, node.computing, node.step_seconds = message["k"], message["computing"], message["step_seconds"]
-        node.schedule = message["schedule"]
+        node.schedule, node.stepping = message["schedule"], message["stepping"]
         self._send(uid, "beat", {})
+        self._let_finished_go(now)
         self._tell_passed(now)
 
     def ready(self, uid: str, message: Message, now: float) -> None:
         node = self.nodes[uid]
         node.heard = node.progressed = now
-        node.k, node.ready, node.computing = message["k"], Ready(message["k"], message["stage"]), False
-        node.schedule, node.average = message["schedule"], message["average"]
+        node.k, node.computing = message["k"], False
+        node.ready = Ready(message["k"], message["stage"], message["is_connected"])
+        node.schedule, node.average, node.stepping = message["schedule"], message["average"], message["stepping"]
         self._tell_news()
+        self._let_finished_go(now)
         self._tell_passed(now)
         self._form(now)
 
@@ -225,11 +234,23 @@ class Roster:
     def _members(self) -> list[Member]:
         return [self.nodes[uid] for uid in self.epoch.uids if uid in self.nodes] if self.epoch is not None else []
 
+    def _let_finished_go(self, now: float) -> None:
+        """Go on without members that have finished while others take further steps."""
+        for node in self._members():
+            at = node.ready
+            if at is not None and at.stage == "finish" and any(other.stepping >= at.k for other in self._members()):
+                del self.nodes[node.uid]
+                self._send(node.uid, "alone", {"k": at.k})
+                self._log(f"{node.name} has finished at step {at.k}, and the others go on")
+                self._remove(node.uid, f"{node.name} has finished at step {at.k}")
+                self._form(now)
+
     def _tell_passed(self, now: float) -> None:
         """Let members go on that wait for a global average which others have completed."""
         early: tuple[Stage, ...] = ("between", "before")
+        on_their_way = (None, *early, "finish")
         for node in [node for node in self._members() if node.ready is not None and node.ready.stage in early]:
-            others = [other for other in self._members() if other.schedule and (other.ready is None or other.ready.stage in early)]
+            others = [other for other in self._members() if other.schedule and (other.ready and other.ready.stage) in on_their_way]
             ahead = [other for other in others if _is_past(other, node)]
             if ahead:
                 node.ready, node.progressed = None, now
@@ -243,7 +264,7 @@ class Roster:
         if self.epoch is not None and (self.epoch.absent or any(node.ready is None for node in members)):
             return
         newcomers = [node for node in self.nodes.values() if node not in members and node.ready is not None and now >= node.retry_at]
-        is_end = bool(members) and all(node.ready is not None and node.ready.stage == "end" for node in members)
+        is_end = bool(members) and all(node.ready is not None and node.ready.stage in ("finish", "end") for node in members)
         if not is_end and not self._are_enough(len(members) + len(newcomers)):
             return
         if members:
@@ -267,14 +288,15 @@ class Roster:
         ahead = [node for node in members if progress(node) == furthest]
         behind = [node for node in members if progress(node) != furthest]
         stages = {node.ready.stage for node in ahead if node.ready is not None}
+        is_whole = not (behind or self.epoch.is_broken) and all(node.ready is not None and node.ready.is_connected for node in members)
         if stages == {"end"} and not behind:
             self._end(furthest[0])
-        elif stages & {"before", "between"}:  # those that are behind, and newcomers, come in after this global average
-            self._begin(ahead, [])
-        elif not (behind or newcomers or self.epoch.is_broken):
+        elif is_whole and (stages == {"finish"} or (stages == {"after"} and not newcomers)):
             for node in members:
                 node.ready = None
                 self._send(node.uid, "same", {})
+        elif stages & {"before", "between", "finish"}:  # those that are behind, and newcomers, come in after this global average
+            self._begin(ahead, [])
         else:
             self._begin(ahead, [*behind, *newcomers], at_end=stages == {"end"})
 
@@ -297,10 +319,8 @@ class Roster:
         self._log(f"the job has ended at step {k}")
         self.over_at = k
         for node in self.nodes.values():
-            if self._is_member(node.uid):
-                self._send(node.uid, "over", {"k": k})
-            else:
-                self._send(node.uid, "refused", {"why": f"the job has ended at step {k}: start another coordinator for a new job"})
+            self._over_setup = node.setup
+            self._send(node.uid, "over" if self._is_member(node.uid) else "ended", {"k": k})
         self.nodes.clear()
         self.epoch = None
 
