@@ -126,7 +126,7 @@ class _Progress:
 def _page(options: argparse.Namespace, prepared: Prepared, results: Sequence[Result]) -> str:
     about = f"{options.nodes} processes, digits split by label, {options.steps} steps, {prepared.topology.name}, H = {options.H}."
     parts = [
-        paragraph(f"{about} {_how_timed(prepared.link)}"),
+        paragraph(about) + "\n" + paragraph(_how_timed(prepared.link)),
         _table(results),
         *map(paragraph, _verdict(results)),
         paragraph(_what_the_columns_are(options.steps)),

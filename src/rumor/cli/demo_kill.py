@@ -82,7 +82,7 @@ def _events(story: Story) -> list[str]:
             at = story.killed[0] + seconds
             found.append(f"{at:5.1f} s  the others have made their next global average, {seconds:.2f} s after the death")
     if story.restarted is not None:
-        found.append(f"{story.restarted:5.1f} s  node {story.victim} is started again: a new process, without a checkpoint")
+        found.append(f"{story.restarted:5.1f} s  another process starts in its place, without a checkpoint")
     if story.back is not None:
         found.append(f"{story.back[0]:5.1f} s  step {story.back[1]}: node {story.victim} is back, with the others' model and step count")
     return found
@@ -93,7 +93,7 @@ def _summary(story: Story) -> str:
     assert story.back is not None
     end, last = story.averages[-1], max(story.seconds(moment.at) for moment in story.moments)
     return paragraph(
-        f"{last:5.1f} s  the end: accuracy {end.accuracy:.1%}. The survivors repeated or left out {story.lost_steps} steps. From its start "
-        f"as a waiting process, node {story.victim} needed {story.back[0] - story.restarted:.2f} s until its first step.",
+        f"{last:5.1f} s  the end: accuracy {end.accuracy:.1%}. The survivors repeated or left out {story.lost_steps} steps. Node "
+        f"{story.victim} was back {story.back[0] - story.restarted:.2f} s after its start (Python and torch had been imported before).",
         " " * 9,
     )

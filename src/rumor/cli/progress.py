@@ -26,7 +26,7 @@ class Progress:
             after: text behind the bar.
         """
         room = columns(sys.stderr) - 1
-        name = _cut(name, room - len(after) - 14)
+        name = _cut(name, room - len(after) - 8)
         length = max(1, min(LONGEST_BAR, room - len(name) - len(after) - 4))
         bar = ("#" * int(length * share)).ljust(length, ".")
         self._rewrite(f"{name} [{bar}] {after}")
