@@ -43,7 +43,7 @@ from rumor.cli import main
 
 sys.exit(main())
 """
-LONG = "--method local_sgd --nodes 2 --steps 8000 --modelled"  # long enough to be stopped on the way
+LONG = "--method local_sgd --nodes 2 --steps 8000"  # long enough to be stopped on the way
 
 
 def command(line: str, folder: Path) -> list[str]:
@@ -121,7 +121,7 @@ def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: P
         ("--rate 0", "--rate must be from 80kbit/s"),
         ("--kill --method local_sgd", "--kill always runs gossip_pga(one_peer_exponential, H=6, bits=4)"),
         ("--kill --rate 1Gbit/s", "leave out --rate"),
-        ("--kill --steps 10", "--kill needs at least 30 steps"),
+        ("--kill --steps 10", "--kill needs at least 100 steps"),
         ("--out pyproject.toml", "--out pyproject.toml: can't create this folder or write to it"),
         ("--out /dev/null/here", "can't create this folder or write to it"),
     ],
@@ -177,7 +177,7 @@ def test_a_shaped_link_takes_the_time_that_its_rate_says(tmp_path: Path) -> None
 @pytest.mark.processes
 def test_a_killed_node_comes_back(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = warm.run(["-c", FORKED, "demo", "--kill", "--nodes", "3", "--steps", "60", "--out", tmp_path / "new"])
+    done = warm.run(["-c", FORKED, "demo", "--kill", "--nodes", "3", "--steps", "100", "--out", tmp_path / "new"])
     assert done.returncode == 0, done.stderr
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["kill.json", "kill.png"]
     story = json.loads((tmp_path / "new" / "kill.json").read_text())["story"]

@@ -169,7 +169,8 @@ def _verdict(results: Sequence[Result]) -> list[str]:
     points = 100 * (recommended.end.mean_accuracy - parallel.end.mean_accuracy)
     return [
         f"{recommended.method.label} is the recommended setting, {recommended.method.name}. Beside Parallel SGD (DDP, float32), it sends "
-        f"{fewer:.1f} times fewer bytes, its step is {faster:.1f} times faster, and its accuracy differs by {points:+.1f} points."
+        f"{fewer:.1f} times fewer bytes, its step is {faster:.1f} times faster ({parallel.link.kind}), and its accuracy differs by "
+        f"{points:+.1f} points."
     ]
 
 

@@ -14,7 +14,7 @@ from rumor.demo.methods import RECOMMENDED
 from rumor.demo.processes import ProcessError, Processes
 from rumor.demo.results import write
 
-NODES, STEPS, FEWEST_STEPS = 4, 300, 30
+NODES, STEPS, FEWEST_STEPS = 4, 300, 100
 NOT_HERE = ("method", "topology", "H", "delay", "rate", "modelled")
 
 

@@ -30,7 +30,7 @@ from rumor.methods import method
 
 PAUSE = 0.05  # seconds that each step sleeps, in the place of a larger model
 STARTS_WITHIN = 10.0  # seconds for the coordinator to start, or to end
-DIES, RETURNS = 1 / 3, 2 / 3  # of the steps
+DIES, RETURNS = 1 / 3, 1 / 2  # of the steps
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ def why_not(rate: float) -> str | None:
         rate: bytes per second.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
-        return "that needs root on Linux"
+        return "that needs root on Linux (try: unshare -rn rumor demo)"
     missing = [tool for tool in ("ip", "tc", "nsenter", "unshare") if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} not found"

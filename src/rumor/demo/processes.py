@@ -51,6 +51,7 @@ def _work(pipe: Any, is_isolated: bool) -> None:
             network.isolate()
         threading.Thread(target=_end_with_parent, daemon=True).start()
         torch.set_num_threads(1)
+        torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # torch imports what its optimizers need, which takes a second
         pipe.send(_Ready())
         job: Job = pipe.recv()
         job(pipe.send)
