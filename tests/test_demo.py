@@ -22,6 +22,9 @@ import torch
 
 import rumor
 from rumor.cli import main
+from rumor.cli.demo import _output_folder
+from rumor.cli.progress import Progress
+from rumor.demo import network
 from rumor.demo.digits import TO_TRAIN, split_by_label
 from rumor.demo.methods import Method
 from rumor.demo.training import AT_THE_END, Node, watched_steps
@@ -51,7 +54,7 @@ def command(line: str, folder: Path) -> list[str]:
 def test_methods_may_be_written_out(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     methods = ["gossip_pga(one_peer_exponential,H=3)", "gossip_pga(one_peer_exponential,H=3,bits=4)"]
-    done = warm.run(["-c", FORKED, "demo", "--method", *methods, "--nodes", "2", "--steps", "6", "--out", tmp_path / "new"])
+    done = warm.run(["-c", FORKED, "demo", "--method", *methods, "--nodes", "2", "--steps", "6", "--modelled", "--out", tmp_path / "new"])
     assert done.returncode == 0, done.stderr
     plain, coded = json.loads((tmp_path / "new" / "demo.json").read_text())["results"]
     assert [plain["method"], coded["method"]] == methods
@@ -62,7 +65,7 @@ def test_methods_may_be_written_out(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    line = f"--method {' '.join(METHODS)} --topology one_peer_exponential --nodes 4 --steps 6 --H 3 --seed 5"
+    line = f"--method {' '.join(METHODS)} --topology one_peer_exponential --nodes 4 --steps 6 --H 3 --seed 5 --modelled --rate 1Mbit/s"
     done = warm.run(["-c", FORKED, "demo", *line.split(), "--out", tmp_path / "new"])
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "new" / "demo.json").read_text())
@@ -73,13 +76,17 @@ def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: P
     assert found["machine"]["torch"] == torch.__version__
     assert [row["method"] for row in found["results"]] == METHODS
     for row, label in zip(found["results"], LABELS, strict=True):
-        shown = re.search(rf"^{label} +([\d.]+)% +([\d.]+)% +\S+ +[\d.]+ [kM]?B +[\d.]+$", done.stdout, re.M)
+        shown = re.search(rf"^{label} +([\d.]+)% +([\d.]+)% +[\d.]+ [kM]?B +([\d.]+) +(-|[\d.]+)$", done.stdout, re.M)
         assert shown, done.stdout
         assert float(shown.group(1)) == pytest.approx(100 * row["mean_accuracy"], abs=0.06)
         assert float(shown.group(2)) == pytest.approx(100 * row["worst_accuracy"], abs=0.06)
+        assert float(shown.group(3)) == pytest.approx(1e3 * row["seconds_a_step"], abs=0.06)
+        assert row["seconds"] == pytest.approx(row["seconds_measured"] + row["bytes_per_node"] / 125e3)
         assert [seen["step"] for seen in row["curve"]] == sorted(watched_steps(6))
         assert all(len(seen["node_accuracies"]) == 4 for seen in row["curve"])
         assert f"{label} (" in done.stderr
+    assert "Times are MODELLED for links of 1 Mbit/s" in done.stdout
+    assert found["settings"]["seconds"] == "modelled"
     by_name = {row["method"]: row for row in found["results"]}
     size = 4 * found["settings"]["parameters"]
     sent = {name: row["bytes_per_node"] / size / 6 for name, row in by_name.items()}  # models a step; a message has some bytes more
@@ -111,6 +118,10 @@ def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: P
         ("--delay 2", "invalid choice: 2"),
         ("--delay 1 --method local_sgd", "--delay is for gossip_sgd, gossip_pga, gossip_aga, osgp"),
         ("--H 3 --method osgp", "--H is for local_sgd, gossip_pga, slowmo"),
+        ("--rate 0", "--rate must be from 80kbit/s"),
+        ("--kill --method local_sgd", "--kill always runs gossip_pga(one_peer_exponential, H=6, bits=4)"),
+        ("--kill --rate 1Gbit/s", "leave out --rate"),
+        ("--kill --steps 10", "--kill needs at least 100 steps"),
         ("--out pyproject.toml", "--out pyproject.toml: can't create this folder or write to it"),
         ("--out /dev/null/here", "can't create this folder or write to it"),
     ],
@@ -140,12 +151,68 @@ def test_without_matplotlib_there_are_a_table_and_a_file(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("rumor.demo.processes.get_context", lambda method: warm.context)
-    assert main(["demo", "--method", "gossip_sgd", "--nodes", "2", "--steps", "2", "--delay", "1", "--out", str(tmp_path)]) == 0
+    assert (
+        main(["demo", "--method", "gossip_sgd", "--nodes", "2", "--steps", "2", "--delay", "1", "--modelled", "--out", str(tmp_path)]) == 0
+    )
     out, error = capsys.readouterr()
     assert "pip install 'rumor[plots]'" in error
     assert re.search(r"^Gossip SGD +\d", out, re.M)
     assert [path.name for path in tmp_path.iterdir()] == ["demo.json"]
     assert "delay=1" in json.loads((tmp_path / "demo.json").read_text())["results"][0]["call"]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(network.why_not(1e6) is not None, reason="links can't be shaped here")
+def test_a_shaped_link_takes_the_time_that_its_rate_says(tmp_path: Path) -> None:
+    line = "--method parallel_sgd --nodes 3 --steps 12 --rate 2Mbit/s"
+    done = warm.run(["-c", FORKED, "demo", *line.split(), "--out", tmp_path / "new"])
+    assert done.returncode == 0, done.stderr
+    assert "link of 2 Mbit/s (tc). Times are measured on it." in done.stdout
+    found = json.loads((tmp_path / "new" / "demo.json").read_text())
+    (row,) = found["results"]
+    assert found["settings"]["seconds"] == "measured"
+    assert row["seconds"] == row["seconds_measured"] > 0.9 * row["bytes_per_node"] / 0.25e6
+
+
+@pytest.mark.processes
+def test_a_killed_node_comes_back(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    done = warm.run(["-c", FORKED, "demo", "--kill", "--nodes", "3", "--steps", "100", "--out", tmp_path / "new"])
+    assert done.returncode == 0, done.stderr
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["kill.json", "kill.png"]
+    story = json.loads((tmp_path / "new" / "kill.json").read_text())["story"]
+    assert 0 < story["killed"][0] < story["restarted"] < story["back"][0]
+    assert story["steps_lost_by_survivors"] == 0
+    assert {moment["members"] for moment in story["moments"]} == {2, 3}
+    assert [moment["members"] for moment in story["moments"]][-1] == 3
+    assert re.search(r"^ *[\d.]+ s  step \d+: node 2 is killed \(SIGKILL\)$", done.stdout, re.M), done.stdout
+    assert re.search(r"^ *[\d.]+ s  step \d+: node 2 is back", done.stdout, re.M), done.stdout
+
+
+def test_two_demos_at_the_same_time_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with _output_folder(None) as first, _output_folder(None) as second:
+        assert [str(first), str(second)] == ["rumor-demo", "rumor-demo-2"]
+        with pytest.raises(ValueError, match="another demo is writing to this folder"), _output_folder("rumor-demo"):
+            pass
+        (first / "demo.json").touch()
+    with _output_folder(None) as again:
+        assert str(again) == "rumor-demo"
+    assert [path.name for path in tmp_path.iterdir()] == ["rumor-demo"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_progress_fits_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("rumor.cli.progress.columns", lambda stream: width)
+    line = Progress()
+    line.is_live = True
+    line.bar("Gossip-PGA, 4 bits (2/5)", 0.5, "accuracy 97.3%, 12 s left")
+    line.bar("gossip_pga(one_peer_exponential, H=6, bits=4, delay=1) (2/5)", 0.5, "accuracy 97.3%, 12 s left")
+    line.say("a text " * 30)
+    shown = capsys.readouterr().err
+    assert max(map(len, shown.split("\r"))) < width
+    assert "Gossip-PGA, 4 bits (2/5) [##" in shown
+    assert shown.count("12 s left") == 4  # each line is written twice: with blanks behind it, and again to place the cursor
 
 
 def descendants(pid: int) -> set[int]:

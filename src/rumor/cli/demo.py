@@ -1,128 +1,137 @@
-"""`rumor demo`: trains on handwritten digits with several methods, in real processes on this machine, and compares the methods."""
+"""`rumor demo`: trains on handwritten digits with real processes on this machine, and shows what a slow link, or a death, costs."""
 
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 import signal
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
+from itertools import count as numbers
 from pathlib import Path
 from typing import Any
 
-from rumor.cli.table import paragraph, table
-from rumor.cli.topology import NAMES, build_topology
-from rumor.cli.units import count, nodes, show_bytes
-from rumor.cost import degree
-from rumor.demo.digits import Digits, split_by_label
-from rumor.demo.methods import DEFAULT, WITH_DELAY, WITH_H, Method, build_method
-from rumor.demo.picture import draw
-from rumor.demo.processes import ProcessError, Processes, Task
-from rumor.demo.results import Result, write
-from rumor.demo.training import AT_THE_END, watched_steps
+from rumor.cli import demo_comparison, demo_kill
+from rumor.cli.topology import NAMES
+from rumor.cli.units import bandwidth, count, nodes
+from rumor.demo.methods import DEFAULT, WITH_H
+from rumor.demo.processes import ProcessError
 from rumor.schedule import check_whole
-from rumor.topology import Topology
 
 MOST_NODES = 64  # each is a process of about 200 MB
-H, STEPS = 6, 400
-EVERY = 15.0  # seconds between two lines of progress if there is no terminal
+FOLDER = "rumor-demo"
+
+DESCRIPTION = """Trains a small network on scikit-learn's digits, split by label, with real processes on this machine, each behind a link of
+a given rate. It runs several methods one after the other, from the same initial model and on the same data. Prints a table and writes
+demo.json and demo.png. With --kill it trains once, kills a node, and starts it again."""
 
 
 def add_demo(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
-        "demo",
-        help="train on handwritten digits with real processes on this machine, and compare the methods",
-        description="Trains a small network on scikit-learn's digits, split by label, with real processes on this machine. It runs the "
-        "methods one after the other, from the same initial model and on the same data. Prints a table and writes demo.json and demo.png.",
+        "demo", help="train on handwritten digits with real processes on this machine, and compare the methods", description=DESCRIPTION
     )
-    names = (*DEFAULT, "slowmo", "osgp")
+    names = [name for name in (*DEFAULT, "gossip_aga", "slowmo", "osgp") if "(" not in name]
+    parser.add_argument("--kill", action="store_true", help="show a node that dies and comes back, instead of comparing methods")
     parser.add_argument(
         "--method",
         nargs="+",
         metavar="NAME",
-        help=f"methods to run: {', '.join(names)} (default: the first five), or written out: 'gossip_pga(ring, H=6, bits=4)'",
+        help=f"methods to run: {', '.join(names)}, or written out: 'gossip_pga(ring, H=6, bits=4)' (default: the first four, and the "
+        "recommended setting)",
     )
-    parser.add_argument("--topology", default="ring", metavar="NAME", help=f"{', '.join(NAMES).replace('-', '_')} (default ring)")
-    parser.add_argument("-n", "--nodes", type=nodes, default=8, help="number of processes (default 8)")
-    parser.add_argument("--H", type=nodes, help=f"steps between two global averages, for {', '.join(WITH_H)} (default {H})")
+    topologies = ", ".join(NAMES).replace("-", "_")
+    parser.add_argument("--topology", metavar="NAME", help=f"{topologies} (default {demo_comparison.TOPOLOGY})")
+    parser.add_argument(
+        "-n", "--nodes", type=nodes, help=f"number of processes (default {demo_comparison.NODES}; with --kill {demo_kill.NODES})"
+    )
+    parser.add_argument("--H", type=nodes, help=f"steps between two global averages, for {', '.join(WITH_H)} (default {demo_comparison.H})")
     parser.add_argument(
         "--delay", type=int, choices=(0, 1), help="1: messages travel while the next step computes (default: 1 for osgp, 0 for the others)"
     )
-    parser.add_argument("--steps", type=count, default=STEPS, help=f"number of steps with each method (default {STEPS})")
+    parser.add_argument("--rate", type=bandwidth, help=f"rate of each process's link (default {demo_comparison.RATE})")
+    parser.add_argument(
+        "--modelled", action="store_true", help="add bytes / rate to the measured times; without it, links are shaped where root allows it"
+    )
+    parser.add_argument(
+        "--steps", type=count, help=f"number of steps with each method (default {demo_comparison.STEPS}; with --kill {demo_kill.STEPS})"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the initial model, the batches and the test set (default 0)")
-    parser.add_argument("--out", default="rumor-demo", metavar="FOLDER", help="folder to write to (default rumor-demo)")
+    parser.add_argument("--out", metavar="FOLDER", help=f"folder to write to (default {FOLDER}, or {FOLDER}-2 while another demo uses it)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    topology, methods = _prepare(options)
+    kind = demo_kill if options.kill else demo_comparison
+    options.nodes = kind.NODES if options.nodes is None else options.nodes
+    options.steps = kind.STEPS if options.steps is None else options.steps
+    _check(options)
+    prepared = kind.prepare(options)
     try:
         with _output_folder(options.out) as folder, _exit_on_signals():
-            return _train_and_report(options, topology, methods, folder)
+            why = _why_no_picture()
+            if why:
+                print(f"rumor demo: there will be no picture: {why}", file=sys.stderr)
+            kind.run(options, prepared, folder, with_picture=not why)
+            return 0
+    except ProcessError as error:
+        print(f"rumor demo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("rumor demo: stopped, together with its processes", file=sys.stderr)
         return 128 + signal.SIGINT
 
 
-def _train_and_report(options: argparse.Namespace, topology: Topology, methods: list[Method], folder: Path) -> int:
-    digits = split_by_label(options.nodes, options.seed)
-    without_picture = _why_no_picture()
-    if without_picture:
-        print(f"rumor demo: there will be no picture: {without_picture}", file=sys.stderr)
-    task = Task(methods, options.steps, watched_steps(options.steps), options.seed)
-    try:
-        results = _train(task, digits)
-    except ProcessError as error:
-        print(f"rumor demo: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
-    print(_page(options, topology, results))
-    settings = {name: getattr(options, name) for name in ("nodes", "steps", "H", "delay", "seed")}
-    write(folder / "demo.json", {"topology": topology.name, **settings}, results)
-    print(f"\nwrote {folder / 'demo.json'}")
-    if not without_picture:
-        draw(results, topology, folder / "demo.png")
-        print(f"wrote {folder / 'demo.png'}, a picture of the results")
-    return 0
-
-
-def _prepare(options: argparse.Namespace) -> tuple[Topology, list[Method]]:
-    """Checks the options and builds the methods, before any process starts."""
+def _check(options: argparse.Namespace) -> None:
     if not 2 <= options.nodes <= MOST_NODES:
         raise ValueError(f"--nodes must be a whole number from 2 to {MOST_NODES} (each node is a process), got {options.nodes}")
     check_whole("--steps", options.steps, 1)
     if not 0 <= options.seed < 2**32:
         raise ValueError(f"--seed must be a whole number from 0 to 2^32 - 1, got {options.seed}")
-    names = [name if "(" in name else name.replace("-", "_") for name in options.method or DEFAULT]
-    if len(set(names)) < len(names):
-        raise ValueError(f"--method {' '.join(names)}: name each method once")
-    topology = build_topology(options.topology, options.nodes)
-    for option, takers in (("H", WITH_H), ("delay", WITH_DELAY)):
-        if getattr(options, option) is not None and not set(takers) & set(names):
-            raise ValueError(f"--{option} is for {', '.join(takers)}, but --method names none of them: leave out --{option}")
-    options.H = H if options.H is None else options.H
-    check_whole("--H", options.H, 1)
-    return topology, [build_method(name, topology, options.H, options.delay, options.steps) for name in names]
 
 
 @contextmanager
-def _output_folder(out: str) -> Iterator[Path]:
-    """Makes the folder and checks that it is writable, before any process starts. Removes a new folder that stays empty."""
-    folder = Path(out)
-    is_new = not folder.exists()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(f"--out {out}: can't create this folder or write to it ({error.strerror}): give another one") from None
+def _output_folder(out: str | None) -> Iterator[Path]:
+    """Makes the folder, and holds it until the end, before any process starts. Removes a new folder that stays empty.
+
+    Without `out`, it is the first of rumor-demo, rumor-demo-2, ... that no other demo holds.
+    """
+    for folder in map(Path, [out] if out else chain([FOLDER], (f"{FOLDER}-{i}" for i in numbers(2)))):
+        is_new = not folder.exists()
+        held = _hold(folder)
+        if held is not None:
+            break
+    else:
+        raise ValueError(f"--out {out}: another demo is writing to this folder: give another one")
     try:
         yield folder
     finally:
         if is_new and not any(folder.iterdir()):
             folder.rmdir()
+        os.close(held)
+
+
+def _hold(folder: Path) -> int | None:
+    """Makes a folder and locks it until the file that is returned is closed. None if another process has locked it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        opened = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise ValueError(f"--out {folder}: can't create this folder or write to it ({error.strerror}): give another one") from None
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(opened)
+        return None
+    except OSError:
+        pass  # this file system has no locks
+    return opened
 
 
 def _why_no_picture() -> str | None:
@@ -149,94 +158,3 @@ def _exit_on_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _train(task: Task, digits: Sequence[Digits]) -> list[Result]:
-    n = len(digits)
-    progress = _Progress(n, task)
-    results = [Result(method, n) for method in task.methods]
-    try:
-        with Processes(n) as processes:
-            for i, rank, point in processes.points(task, digits):
-                if results[i].add(rank, point):
-                    progress.show(i, results[i])
-    finally:
-        progress.clear()
-    return results
-
-
-class _Progress:
-    """Shows a bar if stderr is a terminal. Otherwise prints a line for each method, and more lines if a method takes long."""
-
-    def __init__(self, n: int, task: Task):
-        self._task, self._is_live, self._began, self._said = task, sys.stderr.isatty(), 0.0, 0.0
-        self._say(f"starting {n} processes, which takes a few seconds ...")
-
-    def _say(self, text: str) -> None:
-        self._said = time.monotonic()
-        print(f"\r{text:<79}" if self._is_live else text, end="" if self._is_live else "\n", file=sys.stderr, flush=True)
-
-    def show(self, i: int, result: Result) -> None:
-        self._began = self._began or time.monotonic()
-        steps, last = self._task.steps, result.curve[-1]
-        shown = result.end if last.step == steps else last
-        accuracies = f"mean {shown.mean_accuracy:.1%}, worst node {shown.worst_accuracy:.1%}"
-        name = f"{result.method.label} ({i + 1}/{len(self._task.methods)})"
-        if self._is_live:
-            bar = ("#" * (20 * last.step // steps)).ljust(20, ".")
-            self._say(f"{name:<18} [{bar}] {accuracies}{self._time_left(i * steps + last.step)}")
-        elif last.step == steps or time.monotonic() > self._said + EVERY:
-            self._say(f"{name}: {last.step} of {steps} steps in {last.seconds:.1f} s, {accuracies}")
-
-    def _time_left(self, done: int) -> str:
-        first = min(self._task.watched)  # the clock starts here
-        if done <= first:
-            return ""
-        left = (time.monotonic() - self._began) / (done - first) * (self._task.steps * len(self._task.methods) - done)
-        return f", {left:.0f} s left"
-
-    def clear(self) -> None:
-        if self._is_live:
-            self._say("")
-            print("\r", end="", file=sys.stderr, flush=True)
-
-
-def _page(options: argparse.Namespace, topology: Topology, results: Sequence[Result]) -> str:
-    ends = [(result.method.label, result.end) for result in results]
-    rows = [
-        (
-            label,
-            f"{end.mean_accuracy:.1%}",
-            f"{end.worst_accuracy:.1%}",
-            f"{end.consensus_distance:.1e}",
-            show_bytes(end.bytes_per_node),
-            f"{end.seconds:.1f}",
-        )
-        for label, end in ends
-    ]
-    head = ("method", "mean model", "worst node", "consensus distance", "sent per node", "seconds")
-    return "\n".join(
-        [
-            f"{options.nodes} processes, digits split by label, {options.steps} steps, {topology.name}, H = {options.H}\n",
-            table(head, rows),
-            "",
-            *(paragraph(note) for note in _notes(options, topology, results)),
-        ]
-    )
-
-
-def _notes(options: argparse.Namespace, topology: Topology, results: Sequence[Result]) -> list[str]:
-    names, n = {result.method.name for result in results}, options.nodes
-    notes = [
-        f"The accuracies are on a test set. The consensus distance is the mean squared distance of the nodes to their mean. Both are "
-        f"averaged over the last {min(AT_THE_END, options.steps)} steps, because nodes drift apart between two global averages."
-    ]
-    if "parallel_sgd" in names and names - {"parallel_sgd", "local_sgd"} and topology.has_links and not topology.is_complete:
-        notes.append(
-            f"In a gossip step over {topology.name} a node sends the model {degree(topology):g} time{'s' * (degree(topology) != 1)}, all "
-            f"at once. In an all-reduce of {n} nodes it sends the model {2 * (n - 1) / n:.3g} times, in {2 * (n - 1)} rounds that wait for "
-            "each other."
-        )
-        if degree(topology) > 1:
-            notes.append("To send the model once per gossip step, use --topology one_peer_exponential")
-    return notes

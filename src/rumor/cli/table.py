@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import textwrap
 from collections.abc import Sequence
+from typing import TextIO
 
-WIDTH = 110
+WIDTH = 110  # longer lines are hard to read
+
+
+def columns(stream: TextIO) -> int:
+    """The width of the terminal behind `stream`, at most WIDTH; WIDTH if there is no terminal."""
+    try:
+        found = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):
+        return WIDTH
+    return min(WIDTH, found or WIDTH)  # some terminals say 0
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -26,5 +38,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    """Wraps `text`; the lines after the first one start with `indent`."""
-    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    """Wraps `text` to the width of the terminal; the lines after the first one start with `indent`."""
+    return textwrap.fill(text, columns(sys.stdout), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -84,6 +84,18 @@ def show_bytes(value: float) -> str:
     return f"{_three(value)} B"
 
 
+def show_rate(value: float) -> str:
+    """Formats a rate, which is in bytes per second, in bits per second.
+
+    >>> show_rate(6.25e6), show_rate(1.25e9)
+    ('50 Mbit/s', '10 Gbit/s')
+    """
+    for unit, scale in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
+        if 8 * value >= 0.9995 * scale:
+            return f"{_three(8 * value / scale)} {unit}"
+    return f"{_three(8 * value)} bit/s"
+
+
 def show_count(value: float) -> str:
     """Formats a number of things.
 

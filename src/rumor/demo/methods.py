@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from rumor.methods import Algorithm, gossip_aga, gossip_pga, gossip_sgd, local_sgd, method, osgp, parallel_sgd, slowmo
 from rumor.topology import Topology
 
-DEFAULT = ("parallel_sgd", "local_sgd", "gossip_sgd", "gossip_pga", "gossip_aga")
+RECOMMENDED = "gossip_pga(one_peer_exponential, H=6, bits=4)"
+DEFAULT = ("parallel_sgd", RECOMMENDED, "gossip_pga", "gossip_sgd", "local_sgd")
 WITH_H = ("local_sgd", "gossip_pga", "slowmo")
 WITH_DELAY = ("gossip_sgd", "gossip_pga", "gossip_aga", "osgp")
 ADAPTED = {"H_init": 2, "H_max": 16}  # for Gossip-AGA: the loss falls so fast here that the period would become a tenth of the run
@@ -24,6 +25,10 @@ class Method:
     with_ddp: bool = False
 
     @property
+    def is_recommended(self) -> bool:
+        return self.name == RECOMMENDED
+
+    @property
     def call(self) -> str:
         return f"DistributedDataParallel over {self.algorithm.topology.n} processes" if self.with_ddp else repr(self.algorithm)
 
@@ -32,7 +37,7 @@ def build_method(name: str, topology: Topology, H: int, delay: int | None, steps
     """Builds a method for a run of `steps` steps, by its name or from text. `delay=None` means the method's own default."""
     n, warmup = topology.n, max(1, steps // 10)
     if "(" in name:
-        return Method(name, name, method(name).bind(n))
+        return Method(name, "Gossip-PGA, 4 bits" if name == RECOMMENDED else name, method(name).bind(n))
     delayed = {} if delay is None else {"delay": delay}
     known: dict[str, Callable[[], Method]] = {
         "parallel_sgd": lambda: Method(name, "Parallel SGD", parallel_sgd(n), with_ddp=True),

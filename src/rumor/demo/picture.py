@@ -1,15 +1,14 @@
-"""Draws demo.png: the accuracy of the mean model during training, and the accuracy of each node at the end."""
+"""Draws demo.png: the accuracy of the mean model over time on the link, and over the bytes that a node has sent."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rumor.demo.results import Result
+from rumor.demo.results import Evaluation, Result
 from rumor.demo.training import AT_THE_END
 from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION, open_pyplot, save
-from rumor.topology import Topology
 
 COLORS = {  # as in the pictures of the studies
     "parallel_sgd": BLACK,
@@ -20,65 +19,54 @@ COLORS = {  # as in the pictures of the studies
     "slowmo": SKY,
     "osgp": PURPLE,
 }
+LOWEST = 0.7  # accuracies below this are not shown, if methods get beyond it
 
 
-def _color(result: Result) -> str:
-    """The colour of a method, also of one that was written out with its options."""
-    return COLORS.get(result.method.name.split("(")[0], BLACK)
+def draw(results: Sequence[Result], title: str, rate: str, path: Path) -> None:
+    """Draw the curves.
 
-
-def draw(results: Sequence[Result], topology: Topology, path: Path) -> None:
+    Args:
+        results: one for each method.
+        title: of the whole picture.
+        rate: of the links, as text.
+        path: file to write.
+    """
     pyplot = open_pyplot(str(path))
-    figure, (curves, nodes) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained", width_ratios=(1, 1.15))
-    steps = results[0].curve[-1].step
-    figure.suptitle(f"{topology.n} processes learn handwritten digits, each from its own few digits: {topology.name}, {steps} steps")
-    _draw_curves(curves, results)
-    _draw_nodes(nodes, results)
-    for axes in (curves, nodes):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(alpha=0.25)
-        axes.set_axisbelow(True)
+    figure, (over_time, over_bytes) = pyplot.subplots(1, 2, figsize=(12, 5.2), layout="constrained", sharey=True)
+    figure.suptitle(title, fontsize=13)
+    how = "measured" if results[0].link.unshaped is None else "modelled: measured seconds + bytes / rate"
+    _draw_curves(over_time, results, lambda each: each.seconds)
+    over_time.set_title(f"over time, on links of {rate}", loc="left", fontsize=11)
+    over_time.set(xlabel=f"seconds ({how})", ylabel="accuracy of the mean model on the test set", xlim=(0, None))
+    _draw_curves(over_bytes, results, lambda each: each.bytes_per_node / 1e6)
+    over_bytes.set_title("over bytes", loc="left", fontsize=11)
+    over_bytes.set(xlabel="MB sent per node (logarithmic)", xscale="log")
+    over_bytes.xaxis.set_major_formatter("{x:g}")
+    ends = [result.end.mean_accuracy for result in results]
+    over_time.set_ylim(LOWEST if min(ends) > LOWEST + 0.1 else 0.0, 1.0)
+    over_time.yaxis.set_major_formatter("{x:.0%}")
+    handles, labels = over_time.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(results)), frameon=False, fontsize=11)
     save(figure, str(path))
     pyplot.close(figure)
 
 
-def _draw_curves(axes: Any, results: Sequence[Result]) -> None:
+def _draw_curves(axes: Any, results: Sequence[Result], at: Callable[[Evaluation], float]) -> None:
     for result in results:
         curve = [*(each for each in result.curve if each.step <= result.end.step - AT_THE_END), result.end]
-        is_dashed = result.method.name == "parallel_sgd"  # other lines may lie on this one
+        is_bold = result.method.is_recommended or result.method.with_ddp
         axes.plot(
-            [each.step for each in curve],
+            [at(each) for each in curve],
             [each.mean_accuracy for each in curve],
+            color=COLORS.get(result.method.name.split("(")[0], BLACK),
+            linestyle="--" if result.method.name == "gossip_pga" else "-",  # its colour is that of the recommended setting
+            linewidth=2.6 if is_bold else 1.4,
             marker="o",
-            markersize=3,
-            color=_color(result),
-            linestyle="--" if is_dashed else "-",
-            linewidth=2.2,
-            zorder=3 if is_dashed else 2,
-            label=result.method.label,
+            markersize=4 if is_bold else 2.5,
+            markevery=[-1],
+            zorder=3 if is_bold else 2,
+            label=f"{result.method.label} (recommended)" if result.method.is_recommended else result.method.label,
         )
-    axes.set_title("The mean of all nodes", loc="left", fontsize=11)
-    axes.set(xlabel="steps", ylabel="accuracy on the test set", ylim=(None, 1.0))
-    axes.yaxis.get_major_locator().set_params(steps=[1, 2, 5, 10])  # whole percents
-    axes.yaxis.set_major_formatter("{x:.0%}")
-    axes.legend(frameon=False, loc="lower right")
-
-
-def _draw_nodes(axes: Any, results: Sequence[Result]) -> None:
-    """Draws one row for each method: a dot for each node and a diamond for their mean model. In a short row the nodes are close."""
-    for row, result in enumerate(results):
-        end, color = result.end, _color(result)
-        best = max(*end.node_accuracies, end.mean_accuracy)
-        axes.plot([end.worst_accuracy, best], [row, row], color=color, linewidth=6, alpha=0.25, solid_capstyle="round")
-        axes.scatter(end.node_accuracies, [row] * len(end.node_accuracies), color=color, s=42, alpha=0.8, linewidths=0, zorder=3)
-        axes.scatter([end.mean_accuracy], [row], marker="D", s=70, facecolor="white", edgecolor=color, linewidths=2, zorder=4)
-        axes.annotate(
-            f"worst {end.worst_accuracy:.1%}", (end.worst_accuracy, row), (0, 11), textcoords="offset points", ha="center", fontsize=9
-        )
-    axes.set_yticks(range(len(results)), [result.method.label for result in results], fontsize=11)
-    axes.set_ylim(len(results) - 0.5, -0.6)
-    axes.margins(x=0.12)
-    axes.set_title(f"Each node (dots) and their mean (diamond), over the last {AT_THE_END} steps", loc="left", fontsize=11)
-    axes.set(xlabel="accuracy on the test set")
-    axes.xaxis.get_major_locator().set_params(steps=[1, 2, 5, 10])  # whole percents
-    axes.xaxis.set_major_formatter("{x:.0%}")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)

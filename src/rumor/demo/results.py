@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
@@ -18,18 +17,40 @@ from rumor.demo import training
 from rumor.demo.methods import Method
 from rumor.demo.training import AT_THE_END, Point
 
-FORMAT = 1  # version of the file format
+FORMAT = 2  # version of the file format
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link through which each process sends.
+
+    Attributes:
+        rate: bytes per second.
+        unshaped: why the links are not shaped; None if they are.
+    """
+
+    rate: float
+    unshaped: str | None
+
+    @property
+    def kind(self) -> str:
+        return "measured" if self.unshaped is None else "modelled"
+
+    def seconds(self, measured: float, sent: float) -> float:
+        """The time on this link: as measured if the link is shaped, else with the time that the bytes would take added."""
+        return measured if self.unshaped is None else measured + sent / self.rate
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The evaluation of all nodes after `step` steps."""
+    """The evaluation of all nodes after `step` steps. `seconds` are those on the link, `seconds_measured` those of this machine."""
 
     step: int
     mean_accuracy: float
     node_accuracies: list[float]
     consensus_distance: float
     bytes_per_node: float
+    seconds_measured: float
     seconds: float
 
     @property
@@ -43,6 +64,7 @@ class Result:
 
     method: Method
     n: int
+    link: Link
     curve: list[Evaluation] = field(default_factory=list)
     _waiting: dict[int, dict[int, Point]] = field(default_factory=dict, repr=False)
 
@@ -54,14 +76,16 @@ class Result:
             return False
         del self._waiting[point.step]
         ordered = [points[r] for r in range(self.n)]
+        sent, seconds = fmean(p.bytes_sent for p in ordered), max(p.seconds for p in ordered)
         self.curve.append(
             Evaluation(
                 point.step,
                 ordered[0].mean_accuracy,
                 [p.own_accuracy for p in ordered],
-                ordered[0].consensus_distance,
-                sum(p.bytes_sent for p in ordered) / self.n,
-                max(p.seconds for p in ordered),
+                fmean(p.squared_distance for p in ordered),
+                sent,
+                seconds,
+                self.link.seconds(seconds, sent),
             )
         )
         return True
@@ -78,6 +102,14 @@ class Result:
             consensus_distance=fmean(each.consensus_distance for each in last_ones),
         )
 
+    @property
+    def seconds_a_step(self) -> float:
+        return self.end.seconds / self.end.step
+
+    def seconds_to(self, accuracy: float) -> float | None:
+        """The time until the mean model was first seen to have this accuracy; None if it never had."""
+        return next((each.seconds for each in self.curve if each.mean_accuracy >= accuracy), None)
+
     def as_dict(self) -> dict[str, Any]:
         end = self.end
         return {
@@ -90,13 +122,16 @@ class Result:
             "node_accuracies": end.node_accuracies,
             "bytes_per_node": end.bytes_per_node,
             "seconds": end.seconds,
+            "seconds_measured": end.seconds_measured,
+            "seconds_a_step": self.seconds_a_step,
             "curve": [{**asdict(each), "worst_accuracy": each.worst_accuracy} for each in self.curve],
         }
 
 
-def write(path: Path, settings: dict[str, Any], results: Sequence[Result]) -> None:
+def write(path: Path, settings: dict[str, Any], found: dict[str, Any]) -> None:
+    """Write what was found to a file, with the settings of the training and the machine."""
     model = training.build_model(0)
-    found = {
+    everything = {
         "format": FORMAT,
         "settings": {
             **settings,
@@ -114,7 +149,7 @@ def write(path: Path, settings: dict[str, Any], results: Sequence[Result]) -> No
             "system": f"{platform.system()} {platform.machine()}",
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         },
-        "results": [result.as_dict() for result in results],
+        **found,
     }
     with replacing(path) as aside:
-        aside.write_text(json.dumps(found, indent=1) + "\n")
+        aside.write_text(json.dumps(everything, indent=1) + "\n")

@@ -1,10 +1,11 @@
-"""Trains one node with one method and evaluates it from time to time. All methods start from the same model and see the same data."""
+"""Trains one node with one method after the other, and evaluates it from time to time. All methods start from the same model and see the
+same data."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rumor.averager import Averager
 from rumor.demo.digits import Digits
 from rumor.demo.methods import Method
+from rumor.demo.processes import TIMEOUT
+from rumor.engines.processes.process_group import joined
 
 LR, LAST_LR = 0.1, 0.02  # the learning rate falls linearly, as in real trainings: with smaller steps the nodes come closer together
 MOMENTUM, BATCH, WIDTH = 0.9, 32, 256
@@ -29,7 +32,7 @@ class Point:
     step: int
     mean_accuracy: float  # accuracy of the mean of all nodes on the test set
     own_accuracy: float
-    consensus_distance: float
+    squared_distance: float  # of this node's model to the mean
     bytes_sent: int
     seconds: float
 
@@ -42,6 +45,11 @@ def watched_steps(steps: int) -> set[int]:
 def build_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    return float((model(x).argmax(dim=1) == y).float().mean())
 
 
 class Node:
@@ -70,24 +78,48 @@ class Node:
         self.schedule.step()
 
     @torch.no_grad()
+    def flat(self) -> Tensor:
+        """A copy of the parameters in one row."""
+        return torch.cat([p.reshape(-1) for p in self.model.parameters()])
+
     def accuracy(self, x: Tensor, y: Tensor) -> float:
-        return float((self.model(x).argmax(dim=1) == y).float().mean())
+        return accuracy(self.model, x, y)
 
 
-def train(method: Method, digits: Digits, rank: int, steps: int, watched: set[int], seed: int, show: Callable[[Point], Any]) -> None:
-    """Trains one node; all ranks call this at the same time. Calls `show` with a Point after each of the `watched` steps."""
-    x, y, test_x, test_y = (torch.from_numpy(part) for part in digits)
-    node = Node(method, seed, steps)
-    draws = torch.Generator().manual_seed(1000 * seed + rank)
-    seconds, began = 0.0, time.perf_counter()
-    for step in range(1, steps + 1):
-        batch = torch.randint(len(x), (BATCH,), generator=draws)
-        node.step(x[batch], y[batch])
-        if step in watched:
-            seconds += time.perf_counter() - began
-            own = node.accuracy(test_x, test_y)
-            with node.averager.averaged():
-                mean = node.accuracy(test_x, test_y)
-            show(Point(step, mean, own, node.averager.consensus_distance(), node.bytes_sent, seconds))
-            began = time.perf_counter()
-    node.averager.finish()
+@dataclass(frozen=True)
+class Training:
+    """The job of one process: train with one method after the other, and evaluate after the `watched` steps.
+
+    It sends (number of the method, Point).
+    """
+
+    rank: int
+    n: int
+    rendezvous: str  # a file that does not exist yet
+    methods: Sequence[Method]
+    digits: Digits
+    steps: int
+    watched: set[int]
+    seed: int
+
+    def __call__(self, send: Callable[[tuple[int, Point]], None]) -> None:
+        with joined("gloo", TIMEOUT, init_method=f"file://{self.rendezvous}", rank=self.rank, world_size=self.n):
+            for i, method in enumerate(self.methods):
+                self._train(method, lambda point, i=i: send((i, point)))  # type: ignore[misc]
+
+    def _train(self, method: Method, show: Callable[[Point], Any]) -> None:
+        x, y, test_x, test_y = (torch.from_numpy(part) for part in self.digits)
+        node = Node(method, self.seed, self.steps)
+        draws = torch.Generator().manual_seed(1000 * self.seed + self.rank)
+        seconds, began = 0.0, time.perf_counter()
+        for step in range(1, self.steps + 1):
+            batch = torch.randint(len(x), (BATCH,), generator=draws)
+            node.step(x[batch], y[batch])
+            if step in self.watched:
+                seconds += time.perf_counter() - began
+                own_accuracy, own = node.accuracy(test_x, test_y), node.flat()
+                with node.averager.averaged():
+                    mean_accuracy, distance = node.accuracy(test_x, test_y), float((own - node.flat()).square().sum())
+                show(Point(step, mean_accuracy, own_accuracy, distance, node.bytes_sent, seconds))
+                began = time.perf_counter()
+        node.averager.finish()
