@@ -21,6 +21,7 @@ from rumor.averager.sampler import MemberSampler
 from rumor.averager.setup import (
     bound_algorithm,
     check_elastic,
+    check_group,
     check_lazy,
     check_model,
     check_model_of_member,
@@ -93,8 +94,7 @@ class Averager:
         self._showing_mean = self._has_stepped = False
         self._elastic: Elastic | ElasticNode | None = None
         self._local_ranks = None if local_group is None else ranks_of(local_group)
-        if isinstance(group, str):
-            raise TypeError(f"group={group!r} is a string: pass group=rumor.elastic({group!r})")
+        check_group(group)
         if isinstance(group, ElasticGroup):
             check_elastic(algorithm, lazy, rescue)
             check_model_of_member(model, self._local_ranks or [])

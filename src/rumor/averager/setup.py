@@ -43,6 +43,11 @@ def check_model_of_member(model: nn.Module, local_ranks: list[int]) -> None:
     trained_and_frozen(model)
 
 
+def check_group(group: object) -> None:
+    if isinstance(group, str):
+        raise TypeError(f"group={group!r} is a string: pass group=rumor.elastic({group!r})")
+
+
 def check_elastic(algorithm: Algorithm, lazy: bool, rescue: object) -> None:
     """Refuse what does not go with members that come and go."""
     check_algorithm(algorithm)
