@@ -159,8 +159,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         if step % options.every == 0:  # at the top of the loop, and by the step alone: newcomers begin here, too
             with averager.averaged(), torch.no_grad(), autocast:  # inside, the model is the mean of all nodes
                 if averager.rank == 0:
-                    pace = 1e3 * (time.monotonic() - began) / max(1, step - first)
-                    print(f"step {step}: held-out loss {loss_of(model, checked):.4f}, {pace:.0f} ms a step", flush=True)
+                    pace = f", {1e3 * (time.monotonic() - began) / (step - first):.0f} ms a step" if step > first else ""
+                    print(f"step {step}: held-out loss {loss_of(model, checked):.4f}{pace}", flush=True)
             if options.folder is not None:
                 rumor.save(options.folder, averager, **saved)
 
