@@ -184,8 +184,7 @@ class Averager:
 
         Args:
             loss: this rank's loss of this step; Gossip-AGA needs it, other methods ignore it.
-            lr: the learning rate of this step; SlowMo and `rumor.LearningRate` need it, other methods ignore it. That of `optimizer=` if
-                None.
+            lr: the learning rate of this step, which SlowMo and `rumor.LearningRate` need; that of `optimizer=` if None.
         """
         self.refuse_inside_averaged("step()")
         if not self._has_stepped:  # at the first step, because DDP may have been put around the model after the Averager was built
@@ -245,9 +244,8 @@ class Averager:
         """Yield `batches` for as long as every node has one, so that no node waits for one that has run out. Each batch is a collective.
 
         Every rank loops over its own batches: `for x, y in averager.join(loader)`. All loops end together, with the shortest. What the
-        others have left is dropped (if you shuffle, it is another part each epoch). Whether all nodes have the next batch is asked while
-        this one trains, so `batches` is one ahead of the loop: a checkpoint inside the loop should count batches, and not save the
-        loader's own state.
+        others have left is dropped. Whether all nodes have the next batch is asked while this one trains, so `batches` is one ahead of
+        the loop: a checkpoint inside the loop should count batches, and not save the loader's own state.
         """
         if self._elastic is not None:
             raise RuntimeError("join() is for a fixed group: with rumor.elastic, loop `while averager.steps < total` (see share_of())")
