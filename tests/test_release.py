@@ -6,11 +6,13 @@ import ast
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import venv
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,13 +199,14 @@ dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The bin folder of a new environment with the wheel, and with what the wheel asks for: torch, numpy and no more."""
     folder = tmp_path_factory.mktemp("installed")
     venv.create(folder, with_pip=True)
     pip: list[str | Path] = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile"]
     done([*pip, "--constraint", ROOT / "constraints.txt", wheel_in(built)], folder, without_repository())
-    return folder / "bin"
+    yield folder / "bin"
+    shutil.rmtree(folder)  # 0.8 GB, which pytest would keep
 
 
 @pytest.mark.long
