@@ -281,7 +281,7 @@ def test_a_stranger_is_refused_with_both_values() -> None:
     room.hello("s", setup="y")
     assert room.last("s", "refused") == {"why": "nodes disagree on the model: the others have x, this node has y"}
     room.hello("t", protocol=0)
-    assert "version 1 of the protocol, this node version 0" in room.last("t", "refused")["why"]  # type: ignore[index]
+    assert f"version {PROTOCOL} of the protocol, this node version 0" in room.last("t", "refused")["why"]  # type: ignore[index]
     assert list(room.roster.nodes) == ["a"]
 
 
