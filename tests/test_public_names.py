@@ -32,7 +32,7 @@ def test_names() -> None:
         (rumor.diloco, "n=None H=None outer_lr=0.7 outer_momentum=0.9 topology=None bits=32"),
         (rumor.osgp, "topology delay=1"),
         (rumor.method, "text"),
-        (rumor.elastic, "coordinator name=None min_nodes=1 timeout=None drop_slow=None"),
+        (rumor.elastic, "coordinator name=None min_nodes=1 timeout=None drop_slow=None job=None"),
         (rumor.LearningRate, "H_min H_max power=1.0"),
         (rumor.cost.Workload, "parameters compute bytes_per_parameter=4.0 steps=10000"),
         (rumor.cost.Link, "bandwidth latency=0.0 coding=3e-09"),
