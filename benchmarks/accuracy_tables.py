@@ -59,8 +59,8 @@ def to_target(results: Results, hosts: int) -> str:
         cells = {
             _title(results, hosts, ratio): _seconds(by_method[method]) if method in by_method else "-" for ratio, by_method in found.items()
         }
-        final = f"{100 * most['final']:.2f} ± {100 * most['error']:.2f} %"
-        rows.append({f"{hosts} hosts": NAMES.get(method, method), "final accuracy": final, **cells})
+        final = f"{100 * most['final']:.2f} ± {100 * most['error']:.2f}"
+        rows.append({f"{hosts} hosts": NAMES.get(method, method), "final accuracy, %": final, **cells})
     return tables.as_text(rows)
 
 

@@ -21,6 +21,10 @@ FAULTS = {  # as the page calls them
 }
 
 
+def percent(share: float, form: str = ".0") -> str:
+    return f"{100 * share:{form}f} %"
+
+
 def kept(results: Results) -> str:
     """What each contestant keeps of its speed with the kills, and what the survivors lose."""
     what = f"{results['processes']} nodes, {results['steps']:,} steps, {len(results['plan'])} kills"
@@ -29,7 +33,7 @@ def kept(results: Results) -> str:
         killed = found["killed"]
         gaps = f"{killed['median_seconds_to_next_average']:.1f}, at most {max(killed['seconds_to_next_average']):.1f}"
         lost = [str(killed["restarts_of_survivors"]), f"{killed['steps_of_survivors_lost']:,}"]
-        rows.append([name, f"**{found['throughput_kept']:.0%}**", *lost, gaps])
+        rows.append([name, f"**{percent(found['throughput_kept'])}**", *lost, gaps])
     return as_text(rows)
 
 
@@ -38,8 +42,8 @@ def jobs(results: Results) -> str:
     rows = [["undisturbed, with kills", "seconds", "accuracy", "memory growth"]]
     for name, found in results["found"].items():
         both = [found[when] for when in ("undisturbed", "killed")]
-        memory = ("-" if job["memory_growth"] is None else f"{job['memory_growth']:+.1%}" for job in both)
-        cells = ([f"{job['seconds']:.0f}" for job in both], [f"{job['accuracy']:.1%}" for job in both], memory)
+        memory = ("-" if job["memory_growth"] is None else percent(job["memory_growth"], "+.1") for job in both)
+        cells = ([f"{job['seconds']:.0f}" for job in both], [percent(job["accuracy"], ".1") for job in both], memory)
         rows.append([name, *(", ".join(cell) for cell in cells)])
     return as_text(rows)
 
@@ -48,13 +52,13 @@ def soak_headline(results: Results) -> str:
     """Say what the kills cost each contestant."""
     ours, *others = results["found"].items()
     killed, undisturbed = ours[1]["killed"], ours[1]["undisturbed"]
-    theirs = " and ".join(f"{found['throughput_kept']:.0%} ({name})" for name, found in others)
+    theirs = " and ".join(f"{percent(found['throughput_kept'])} ({name})" for name, found in others)
     return (
         f"With {len(results['plan'])} kills in {results['steps']:,} steps of {results['processes']} nodes, a job with `{ours[0]}` keeps "
-        f"**{ours[1]['throughput_kept']:.0%} of its throughput**. The same kills leave {theirs}.\n"
+        f"**{percent(ours[1]['throughput_kept'])} of its throughput**. The same kills leave {theirs}.\n"
         f"The next average of all survivors comes {killed['median_seconds_to_next_average']:.1f} s after a kill, at most "
         f"{max(killed['seconds_to_next_average']):.1f} s.\n"
-        f"The accuracy is {killed['accuracy']:.1%}, undisturbed {undisturbed['accuracy']:.1%}."
+        f"The accuracy is {percent(killed['accuracy'], '.1')}, undisturbed {percent(undisturbed['accuracy'], '.1')}."
     )
 
 
@@ -73,7 +77,9 @@ def faults(results: Results) -> str:
 def cost(results: Results) -> str:
     """Say what `rumor.elastic` adds to a step in which nothing happens."""
     added = [
-        f"{row['cost']:+.1%} ({row['what'].removesuffix(', elastic')})" for row in results["rows"] if row["what"].endswith(", elastic")
+        f"{percent(row['cost'], '+.1')} ({row['what'].removesuffix(', elastic')})"
+        for row in results["rows"]
+        if row["what"].endswith(", elastic")
     ]
     row = results["rows"][0]
     where = f"{row['hosts']} hosts at {shown(row['rate'])}"

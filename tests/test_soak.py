@@ -85,10 +85,10 @@ def test_the_table_shows_what_is_kept() -> None:
     killed = findings(lives, [Kill(1.95, 1, 1, 20)], 2, STEPS, H)
     both = compared(findings(lives, [], 2, STEPS, H) | {"accuracy": 0.9}, killed | {"accuracy": 0.8})
     results = {"processes": 2, "steps": STEPS, "plan": [[20, 1, 0.5]], "found": {"ours": both, "theirs": both}}
-    share = f"{both['throughput_kept']:.0%}"
+    share = f"{100 * both['throughput_kept']:.0f} %"
     assert "2 nodes, 60 steps, 1 kills" in kept(results)
     assert f"**{share}**" in kept(results)
-    assert "| 90.0%, 80.0% |" in jobs(results)
+    assert "| 90.0 %, 80.0 % |" in jobs(results)
     assert f"keeps **{share} of its throughput**. The same kills leave {share} (theirs)." in soak_headline(results)
 
 

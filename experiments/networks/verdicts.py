@@ -43,7 +43,7 @@ def headline(images: Store) -> str:
     best, rest = ("Gossip-PGA", "Gossip-AGA"), ("Gossip SGD", "Local SGD")
     ours = {method: _gap(found.ours) for method, found in against.items()}
     paper = {method: _gap(found.paper or 0.0) for method, found in against.items()}
-    hours = [f"{runs[method].hours / parallel.hours:.0%}" for method in best]
+    hours = [f"{100 * runs[method].hours / parallel.hours:.0f} %" for method in best]
     what = f"CIFAR-10 with {parallel.run.nodes} nodes, {len(parallel.curves[0])} epochs and {len(parallel.values)} seeds"
     return "\n".join(
         [
