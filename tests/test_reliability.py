@@ -1,6 +1,7 @@
 """Things that break: killed nodes, cut links, slow nodes, models that are not finite, uneven data, signals.
 
-All tests use real processes and have a deadline. docs/reliability.md says what a user sees in each case and names the test.
+All tests use real processes and have a deadline. docs/reliability.md says what a user sees in each case,
+and docs/contributing-tests.md names the test.
 """
 
 import json
