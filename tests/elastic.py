@@ -62,10 +62,13 @@ class Model(torch.nn.Module):
 
 
 def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
-    """One node. It writes a line for each step to folder/NAME."""
+    """One node, or one rank of it under torchrun. It writes a line for each step to folder/NAME."""
+    if rank := int(os.environ.get("LOCAL_RANK", 0)):
+        name = f"{name}.{rank}"
     torch.set_num_threads(1)
     torch.manual_seed(os.getpid())
     limits.ALONE_AFTER = options.get("alone_after", limits.ALONE_AFTER)
+    limits.SILENCE = options.get("silence", limits.SILENCE)
     output = os.open(f"{folder}/{name}.err", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 2)
     model = Model()
@@ -76,9 +79,10 @@ def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
     slow_from, hangs_at = options.get("slow_from", math.inf), options.get("hangs_at")
     method = METHODS[options.get("method", "pga")]()
     local_group, wrapped = None, model
-    if "local_rank" in options:  # a node of two ranks
-        init = f"file://{folder}/{name.split('.')[0]}.meeting"
-        dist.init_process_group("gloo", init, rank=options["local_rank"], world_size=2, timeout=datetime.timedelta(seconds=60))
+    if "local_timeout" in options or "local_rank" in options:  # a node of several ranks, under torchrun or of two
+        within = datetime.timedelta(seconds=options.get("local_timeout", 60))
+        meeting = {"init_method": f"file://{folder}/{name.split('.')[0]}.meeting", "rank": options.get("local_rank"), "world_size": 2}
+        dist.init_process_group("gloo", timeout=within, **(meeting if "local_rank" in options else {}))
         local_group = dist.group.WORLD
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     group = rumor.elastic(address, name, options.get("min_nodes", 1), options.get("timeout"), drop_slow=options.get("drop_slow"))

@@ -376,6 +376,38 @@ def test_nodes_of_several_ranks_come_and_go_as_a_whole(tmp_path: Path, method: s
         assert survivors_kept_their_steps(job, ["a", "a.1"])
 
 
+@pytest.mark.long
+def test_nodes_under_torchrun_wait_for_others_longer_than_their_time_out_and_come_and_go(tmp_path: Path) -> None:
+    options = {"steps": 500, "pause": 0.02, "min_nodes": 2, "local_timeout": 10, "silence": 1.0}
+
+    def start(name: str) -> warm.Job:
+        module = ["-m", "tests.elastic", str(job.address), name, str(tmp_path), json.dumps(options)]
+        node = warm.Job([*warm.TORCHRUN, "2", "--max-restarts", "3", *module], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, fresh=True)
+        return nodes.enter_context(node)
+
+    def says(name: str, what: str) -> bool:
+        return what in (tmp_path / f"{name}.err").read_text()
+
+    with Job(tmp_path, steps=500, min_nodes=2) as job, ExitStack() as nodes:
+        a = start("a")
+        job.wait_until_here("a")
+        job.wait(lambda: says("a", "waiting for nodes: 1 here, 2 needed"), "a waits")
+        time.sleep(5.0)  # longer than its ranks may wait for each other, all in all
+        b = start("b")
+        job.wait_until("b.1", 20)
+        for pid in (b.pid, *warm.children(b.pid)):  # the whole node
+            os.kill(pid, signal.SIGKILL)
+        job.wait(lambda: "b is lost: its connection has ended" in job.lines, "b is lost")
+        c = start("c")
+        job.wait_until("c.1", job.step_of("a") + 20)
+        os.kill(warm.children(c.pid)[-1], signal.SIGKILL)  # one rank: torchrun starts its node again
+        job.wait(lambda: sum(line == "c is here" for line in job.lines) == 2, "c is back")
+        assert [a.wait(), c.wait()] == [0, 0], f"{a.output()} {c.output()} {job.story()}"
+        assert survivors_kept_their_steps(job, ["a", "a.1"])
+        ends = [job.rows(name)[-1] for name in ("a", "a.1", "c", "c.1")]
+        assert all(end["finished"] == 500 and end["after"] == ends[0]["after"] for end in ends)
+
+
 def forking_node(address: str, folder: str, then: str) -> None:
     torch.set_num_threads(1)
     model = Model()

@@ -17,8 +17,8 @@ from rumor.membership.limits import (
     SILENCE,
     START_GRACE,
 )
-from rumor.membership.member import Member, limit_of, silence_of
-from rumor.membership.protocol import PROTOCOL, decode, parse_address
+from rumor.membership.member import Member, difference, limit_of, shortened, silence_of
+from rumor.membership.protocol import LONGEST_LINE, PROTOCOL, decode, encode, parse_address
 from rumor.membership.roster import Roster
 
 BEGIN = max(START_GRACE, JOIN_WINDOW)
@@ -466,3 +466,18 @@ def test_members_that_went_on_alone_meet_where_the_furthest_is() -> None:
     for uid in "bc":
         room.ready(uid, "before", 103)
     assert room.members("a") == ["a", "b", "c"]
+
+
+def test_a_model_of_thousands_of_tensors_is_compared_in_one_short_line() -> None:
+    tensors = [f"layers.{i}.weight [1024, 1024] torch.float32" for i in range(100_000)]
+    texts = [", ".join(tensors), ", ".join([*tensors[:50], "other [1]", *tensors[51:]]), ", ".join([*tensors[:-1], "other [1]"])]
+    setups = [{"model": shortened(text)} for text in texts]
+    assert all(len(encode("hello", setup=setup)) < LONGEST_LINE / 8 for setup in setups)
+    assert difference(setups[0], setups[0]) is None
+    early, late = difference(setups[0], setups[1]), difference(setups[0], setups[2])
+    assert early is not None
+    assert early.startswith("nodes disagree on the model: the others have ... layers.50.weight [1024, 1024]")
+    assert "this node has ... other [1], layers.51.weight" in early
+    assert late is not None
+    assert late.count("sha256") == 2
+    assert max(len(early), len(late)) < 600

@@ -31,7 +31,7 @@ from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.membership.group import ElasticGroup
 from rumor.membership.link import Link
-from rumor.membership.member import listed
+from rumor.membership.member import listed, shortened
 from rumor.membership.offer import Offer
 from rumor.membership.protocol import PROTOCOL, Address, Stage
 from rumor.methods.algorithm import Algorithm
@@ -90,7 +90,7 @@ class Elastic:
             "protocol": PROTOCOL,
             "uid": self._uid,
             "name": group.name,
-            "setup": setup,
+            "setup": {what: shortened(text) for what, text in setup.items()},
             "min_nodes": group.min_nodes,
             "timeout": group.timeout,
             "drop_slow": group.drop_slow,

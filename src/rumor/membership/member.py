@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
@@ -11,6 +12,8 @@ from rumor.membership import limits
 from rumor.membership.protocol import Message, Stage
 
 MOST_NAMES = 8  # in one line
+LONGEST_TEXT = 2**16  # characters of one value of a set-up
+SHOWN = 200  # of these
 RANKS: dict[Stage, int] = {"join": -1, "between": 0, "finish": 0, "before": 1, "after": 2, "end": 2}
 
 
@@ -94,8 +97,26 @@ def difference(theirs: dict[str, str], own: dict[str, str]) -> str | None:
     """Return in what the set-up of a node differs from that of the others."""
     for what in {**theirs, **own}:
         if theirs.get(what) != own.get(what):
-            return f"nodes disagree on the {what}: the others have {theirs.get(what)}, this node has {own.get(what)}"
+            here, there = _around_first_difference(str(theirs.get(what)), str(own.get(what)))
+            return f"nodes disagree on the {what}: the others have {here}, this node has {there}"
     return None
+
+
+def shortened(text: str) -> str:
+    """Return a text that fits into a message, and differs if the text does: a model of thousands of tensors has a long description."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{text[: LONGEST_TEXT - 200]} ... ({len(text):,} characters, sha256 {digest[:16]})"
+
+
+def _around_first_difference(*texts: str) -> list[str]:
+    """Cut long texts to where they begin to differ."""
+    if max(map(len, texts)) <= SHOWN:
+        return list(texts)
+    at = next((i for i, chars in enumerate(zip(*texts, strict=False)) if len({*chars}) > 1), min(map(len, texts)))
+    start = max(0, texts[0].rfind(", ", 0, at) + 2 if ", " in texts[0][:at] else at - SHOWN // 4)
+    return [f"{'... ' * (start > 0)}{text[start : start + SHOWN]}{' ...' * (start + SHOWN < len(text))}" for text in texts]
 
 
 def is_loopback(host: str) -> bool:
