@@ -10,6 +10,7 @@ from __future__ import annotations
 BEAT = 0.5  # between two of them
 SILENCE = 5.0  # without one, after which a member counts as lost; a long call may keep Python's threads from running, so
 SILENCE_STEPS, SILENCE_MOST = 2.0, 30.0  # it is so many of its slowest steps if that is longer, but no more than this
+STUCK = 5.0  # for a member to notice that its epoch is broken, or as long as it may be silent
 
 # a member that is alive and keeps others waiting
 HUNG_LEAST, HUNG_STEPS = 60.0, 10.0  # it hangs after this, or so many of the slowest steps if that is longer

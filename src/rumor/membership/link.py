@@ -150,8 +150,8 @@ class Link:
             log.warning("rumor: step %d: the coordinator is gone, so this node ends without it", k)
             can_average = stage == "finish" and is_connected
             return Offer(0, "", [], 0, is_same=can_average, is_over=not can_average)
-        if stage == "after" and is_connected and self._is_out_of_touch(limits.ALONE_AFTER):
-            return Offer(0, "", [], 0, is_same=True)
+        if stage == "after" and is_connected:  # others may have heard of an epoch, and try to connect
+            return Offer(0, "", [], 0, is_same=True) if self._is_out_of_touch(limits.MEET_WITHIN + limits.ALONE_AFTER) else None
         if stage in ("between", "before", "after") and self._is_out_of_touch(limits.ALONE_AFTER) and self._alive >= self.needed:
             if not self._said_alone:
                 self._said_alone = True
