@@ -16,6 +16,7 @@ from rumor.membership.limits import (
     RETRY_AFTER,
     SILENCE,
     START_GRACE,
+    STUCK,
 )
 from rumor.membership.member import Member, difference, limit_of, shortened, silence_of
 from rumor.membership.protocol import LONGEST_LINE, PROTOCOL, decode, encode, parse_address
@@ -377,7 +378,7 @@ def test_state_that_travels_is_progress_and_a_member_that_is_stuck_is_dropped() 
     assert room.last("a", "lost") is None
     room.roster.gone("c", "is lost", room.now)
     room.ready("a", "before", 3)
-    room.later(SILENCE + 1, "a", "b", k=3, computing=False)
+    room.later(STUCK + 1, "a", "b", k=3, computing=False)
     assert "has not noticed" in room.last("b", "dropped")["why"]  # type: ignore[index]
     assert room.members("a") == ["a"]
 

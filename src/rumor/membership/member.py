@@ -145,6 +145,11 @@ def silence_of(node: Member) -> float:
     return max(limits.SILENCE, min(limits.SILENCE_STEPS * node.step_seconds, limits.SILENCE_MOST))
 
 
+def stuck_after(node: Member) -> float:
+    """Return how long a member may take to notice that its epoch is broken, in seconds."""
+    return max(limits.STUCK, silence_of(node))
+
+
 def is_past(other: Member, node: Member) -> bool:
     """Return whether a member has gone past the point where another one waits."""
     k = other.schedule[0] or 0

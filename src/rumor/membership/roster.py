@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable
 
 from rumor.membership import limits
-from rumor.membership.member import Epoch, Member, Ready, difference, is_loopback, is_past, limit_of, progress, silence_of
+from rumor.membership.member import Epoch, Member, Ready, difference, is_loopback, is_past, limit_of, progress, silence_of, stuck_after
 from rumor.membership.protocol import PROTOCOL, Message, Stage
 
 Send = Callable[[str, str, Message], None]  # to this member: kind, values
@@ -217,7 +217,7 @@ class Roster:
         if len(waiting) == len(members) > 1 and not all(node.ready for node in members) and self.epoch is not None:
             stuck = min(now - node.progressed for node in members)
             for node in [
-                node for node in waiting if self.epoch.is_broken and node.ready is None and now - node.progressed > silence_of(node)
+                node for node in waiting if self.epoch.is_broken and node.ready is None and now - node.progressed > stuck_after(node)
             ]:
                 self._drop(node, "it has not noticed that its epoch is broken", now)
             if self.epoch is not None and not self.epoch.is_broken and stuck > max(limit_of(node, members) for node in members):
