@@ -368,7 +368,7 @@ def test_nodes_of_several_ranks_come_and_go_as_a_whole(tmp_path: Path, method: s
             first, second = (
                 {row["k"]: row["after"] for row in job.rows(rank) if "after" in row and "k" in row} for rank in (name, f"{name}.1")
             )
-            assert len(first) > 10
+            assert len(first) > 3
             assert first == second
             assert job.rows(name)[0]["momentum"] == job.rows(f"{name}.1")[0]["momentum"]
             assert job.rows(name)[-1]["momentum"] == job.rows(f"{name}.1")[-1]["momentum"]
