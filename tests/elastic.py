@@ -18,6 +18,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,7 @@ def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
                 file.write(json.dumps({"averages": k, "before": model.flat()}) + "\n")
             averaged_by.clear()
             averager.step(torch.tensor(1.0 / (1 + k)), lr=0.01)
-            row = {"k": k, "now": averager.steps, "members": averager.members}
+            row = {"k": k, "now": averager.steps, "members": averager.members, "time": time.monotonic()}
             if is_global or averager.steps != k + 1:
                 row |= {"by": averaged_by[-1] if averaged_by else None, "after": model.flat()}
             file.write(json.dumps(row) + "\n")
@@ -303,6 +304,12 @@ class Job:
                 mean = torch.tensor([before[k][member] for member in members], dtype=torch.float64).mean(dim=0)
                 assert torch.allclose(torch.tensor(models[0], dtype=torch.float64), mean, rtol=1e-9, atol=1e-9), f"step {k}: {members}"
         return len(after)
+
+
+def longest_step(job: Job, names: list[str]) -> float:
+    """Return the most seconds between two steps of a node."""
+    times = [[row["time"] for row in job.rows(name) if "time" in row] for name in names]
+    return max((after - before for of_node in times for before, after in pairwise(of_node)), default=0.0)
 
 
 def survivors_kept_their_steps(job: Job, names: Sequence[str]) -> bool:

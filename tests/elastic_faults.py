@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rumor.membership import limits
-from tests.elastic import Job, survivors_kept_their_steps
+from tests.elastic import Job, longest_step, survivors_kept_their_steps
 
 LEAST, MOST = 3, 6  # nodes
 ALONE_AFTER = 0.5  # seconds without a coordinator until survivors go on alone
@@ -120,12 +120,14 @@ class Faults:
 
     # ---- outcomes ------------------------------------------------------------------------------------------------------------------
 
-    def settle(self, what: str) -> None:
-        """Wait until all nodes that should be members say so, and go on."""
+    def settle(self, what: str) -> float:
+        """Wait until all nodes that should be members say so, and go on. Returns the seconds that this took."""
         began = time.monotonic()
         at = {name: self.job.step_of(name) for name in self.alive}
         self.job.wait(lambda: all(self._is_fine(name, at[name]) for name in self.alive), f"{what}: {sorted(self.alive)}", DEADLINE)
-        self.slowest = max(self.slowest, time.monotonic() - began)
+        took = time.monotonic() - began
+        self.slowest = max(self.slowest, took)
+        return took
 
     def _is_fine(self, name: str, step: int) -> bool:
         assert self.job.nodes[name].is_alive(), f"{name} has died. {self.job.story()}"
@@ -148,8 +150,8 @@ class Faults:
             kind = self.chosen.choice(kinds)
             self.counts[kind] += 1
             self.kinds[kind]()
-            self.settle(f"fault {number}, {kind}")
-            show(f"{number + 1} of {faults}: {kind}; {len(self.alive)} nodes at step {self.job.step_of(self.alive[0])}")
+            took = self.settle(f"fault {number}, {kind}")
+            show(f"{number + 1} of {faults}: {kind}, {took:.1f} s; {len(self.alive)} nodes at step {self.job.step_of(self.alive[0])}")
         never_stopped = [name for name in self.job.nodes if name not in self.stopped]
         assert survivors_kept_their_steps(self.job, never_stopped)
         averages = self.job.check_means(*self.job.nodes)
@@ -161,6 +163,7 @@ class Faults:
             "averages_checked": averages,
             "epochs": sum(line.startswith("epoch") for line in self.job.lines),
             "slowest_recovery": round(self.slowest, 2),
+            "longest_step_of_a_survivor": round(longest_step(self.job, never_stopped), 2),
         }
 
 
