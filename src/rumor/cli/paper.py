@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rumor.cli.plan_page import advice_lines
 from rumor.cli.table import paragraph, table
 from rumor.cost import Link, recommend
 from rumor.cost.paper import RESNET50, SCALING_NODES, TRAININGS, H, Row, Scaling, Training, reproduce, reproduce_scaling
@@ -78,8 +79,8 @@ def _scaling(found: Scaling) -> list[str]:
 
 def _advice(training: Training) -> list[str]:
     advice = recommend(training.n, training.workload, training.measured)
-    lines = ["", paragraph(f"With these times the planner recommends {advice.call}: {advice.reason}.", "  ")]
+    lines = ["", *advice_lines(advice, "from Table 17")]
     if training is RESNET50:
         fast = recommend(training.n, training.workload, ROCE)
-        lines.append(paragraph(f"On 4 x 100 Gbit/s RoCE it recommends {fast.call}, as the paper does: {fast.reason}.", "  "))
+        lines += ["", "On 4 x 100 Gbit/s RoCE, the paper takes Parallel SGD, and so does the plan:", *advice_lines(fast, "from the link")]
     return lines
