@@ -37,13 +37,15 @@ def _parser(units: dict[str, float], what: str, examples: str) -> Callable[[str]
 
 
 seconds = _parser(SECONDS, "a time", "146ms, 50us or 1.5s; a plain number is in seconds")
-_bandwidth = _parser(BYTES_PER_SECOND, "a bandwidth with its unit", "25Gbit/s (bits) or 3.1GB/s (bytes); a single b could mean either")
+_bandwidth = _parser(BYTES_PER_SECOND, "a bandwidth", "25Gbit/s (bits) or 3.1GB/s (bytes); a single b could mean either")
 _count = _parser(COUNTS, "a number", COUNT_EXAMPLES)
 _nodes = _parser({"": 1.0, "k": 1e3}, "a whole number", NODES_EXAMPLES)
 
 
 def bandwidth(text: str) -> float:
     """Parses a bandwidth, in bytes per second. One that no network has is taken for a mistake."""
+    if re.fullmatch(r"\s*[-+]?[\d.,_]+(?:[eE][-+]?\d+)?\s*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: write {text.strip()}Gbit/s (bits) or {text.strip()}GB/s (bytes)")
     found = _bandwidth(text)
     if 0 < found < SLOWEST:
         raise argparse.ArgumentTypeError(f"{text!r} is slower than any network ({show_rate(SLOWEST)}): write 25Gbit/s or 500Mbit/s")

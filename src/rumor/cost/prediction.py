@@ -202,7 +202,7 @@ class Times:
         measured = None
         if method == "Gossip-PGA" and H is not None:
             measured = self.network.step(method_text(kind(algorithm.topology), H, self.bits))
-            seconds = seconds if measured is None else measured
+            seconds = max(self._from_timed(algorithm.topology, H, seconds), overlapped) if measured is None else measured
         has_neighbors, has_theory = method != "Local SGD", method != "OSGP"
         return Prediction(
             method,
@@ -218,6 +218,12 @@ class Times:
             bits=self.bits,
             is_measured=measured is not None,
         )
+
+    def _from_timed(self, topology: Topology, H: int, otherwise: float) -> float:
+        """Seconds of a step, from the whole step that was measured with another period, if there is one."""
+        name, timed = self.network.timed(self.bits) or (None, H)
+        whole = self.network.step(method_text(kind(topology), timed, self.bits)) if name == kind(topology) else None
+        return otherwise if whole is None else whole + (1 / H - 1 / timed) * (self.mean - self.gossip(topology)[0])
 
     def gossip_pga(self, topology: Topology, H: int) -> list[Prediction]:
         """Gossip-PGA with period H, and those steps of it that were measured: with another period, with delay=1, in an elastic group."""

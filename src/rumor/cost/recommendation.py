@@ -5,7 +5,7 @@
    transient stage. If transient stages are within a factor of 2 (they are orders of magnitude), take the one that sends the least.
 3. Take the smallest H at which global rounds add at most 10 % to a gossip step. A longer period would hardly be faster, but have a
    longer transient stage.
-   A method whose whole step was measured goes before these rules: `rumor probe` has applied them.
+   If `rumor probe` has measured a whole step, its topology and period are taken: it has applied these rules.
 4. Send codes of 4 bits if that makes a step at least 10 % faster. If DDP with such codes is then within 10 % of Gossip-PGA, take it: it
    needs no gossip.
 
@@ -25,6 +25,7 @@ from rumor.schedule import check_whole
 from rumor.topology import Topology
 
 FEWEST_BITS = 4  # as accurate as float32 on CIFAR-10 (docs/networks.md)
+LONGEST_TIMED = 12  # the longest period whose whole steps `rumor probe` measures, because a longer one would take long
 TIE = 0.02  # gossip steps within this share of each other count as equally fast
 
 
@@ -145,13 +146,25 @@ def _chosen(n: int, workload: Workload, network: Network, H: int | None, longest
 def _basis(rows: list[Prediction], network: Network) -> str:
     if not isinstance(network, Measured):
         return f"{'both times are' if len(rows) > 1 else 'this time is'} predicted, without overlap"
-    found = [(milliseconds(row.seconds), "a measured step" if row.is_measured else "the sum of measured parts") for row in rows]
-    if len(found) == 1:
-        return f"{found[0][0]} is {found[0][1]}"
-    (first, one), (second, two) = found
-    if one == two:
+    found = [(milliseconds(row.seconds), _source(row, network)) for row in rows]
+    if len(found) == 2 and found[0][1] == found[1][1]:
         return "both are measured steps" if rows[0].is_measured else "both are sums of measured parts"
-    return f"{first} is {one}, {second} {two}"
+    return ", ".join(f"{time} {source}" for time, source in found).replace(" ms ", " ms is ", 1)
+
+
+def _source(row: Prediction, network: Network) -> str:
+    name, H = network.timed(row.bits) or (None, 0)
+    if row.is_measured:
+        return "a measured step"
+    return f"from a measured step with H = {H}" if name == row.topology and row.topology else "the sum of measured parts"
+
+
+def _period(times: Times, gossip: float, timed: tuple[str, int] | None) -> int:
+    """The period by rule 3; or the one whose step was measured, unless that was cut short."""
+    H = period_for(times.workload.compute, gossip, times.mean)
+    if timed is None:
+        return H
+    return timed[1] if timed[1] < LONGEST_TIMED else max(timed[1], H)
 
 
 def _compare(times: Times, given: int | None, longest: int, iid: bool, plain: Comparison | None = None) -> Comparison:
@@ -160,14 +173,12 @@ def _compare(times: Times, given: int | None, longest: int, iid: bool, plain: Co
     gossip = {topology: times.gossip(topology)[0] for topology in (build(n) for build in TOPOLOGIES.values())}
     fastest = compute + min(gossip.values())
     candidates: list[tuple[Topology, Prediction]] = []
-    timed = times.network.timed(times.bits)  # by the same rules
-    is_timed = timed is not None and timed[0] in TOPOLOGIES and timed[1] <= longest and given in (None, timed[1])
+    timed = times.network.timed(times.bits)
+    if timed is not None:  # rumor probe has chosen this topology by the same rule
+        gossip = {topology: seconds for topology, seconds in gossip.items() if kind(topology) == timed[0]} or gossip
     for topology, seconds in gossip.items():
-        if timed is not None and is_timed:
-            if kind(topology) == timed[0]:
-                candidates.append((topology, times.row("Gossip-PGA", gossip_pga(topology, timed[1]), timed[1])))
-        elif compute + seconds <= (1 + TIE) * fastest:
-            H = given or min(longest, period_for(compute, seconds, times.mean))
+        if compute + seconds <= (1 + TIE) * fastest or timed is not None:
+            H = given or min(longest, _period(times, seconds, timed))
             candidates.append((topology, times.row("Gossip-PGA", gossip_pga(topology, H), H)))
     shortest = min(best.stage(iid) for _, best in candidates)
     topology, best = min((pair for pair in candidates if pair[1].stage(iid) <= SAME_ORDER * shortest), key=lambda pair: pair[1].bytes)

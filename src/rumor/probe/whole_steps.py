@@ -19,14 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from rumor.averager import Averager
 from rumor.cost import TOPOLOGIES, recommend
 from rumor.cost.network import method_text
-from rumor.cost.recommendation import FEWEST_BITS, gossip_to_compare
+from rumor.cost.recommendation import FEWEST_BITS, LONGEST_TIMED, gossip_to_compare
 from rumor.ddp import DDPHookState, ddp_hook, ddp_hook_state
 from rumor.methods.gossip_pga import GossipPGA, gossip_pga
 from rumor.probe.elastic_group import ElasticError, elastic_averager, leaving_after
 from rumor.probe.results import Probe
 from rumor.probe.timer import Contestant, Timer, in_turns
 
-LONGEST = 12  # a longer period is not timed, because a sample would take too long
 ENOUGH = 100  # steps: a turn has fewer, so an elastic group that takes longer than so many is stuck
 DDP, CODED_DDP = "DDP", f"DDP, {FEWEST_BITS} bits"
 
@@ -41,7 +40,7 @@ def takes_model(step: Step) -> bool:
 def time_whole_steps(timer: Timer, model: nn.Module, step: Step, probe: Probe, timeout: float) -> Probe:
     """Adds the whole steps to what was measured so far. All ranks must call it."""
     contestants = {"compute": Contestant(partial(_alone, step)), **_in_ddp(timer, model, step)}
-    planned, left_out = _planned(probe)
+    planned = _planned(probe)
     for bits, (topology, H) in planned.items():
         for delay in (0, 1):
             make = partial(_averaged, model, _method(topology, H, bits, delay), step)
@@ -54,8 +53,8 @@ def time_whole_steps(timer: Timer, model: nn.Module, step: Step, probe: Probe, t
         ddp=timings.get(DDP),
         coded_ddp={FEWEST_BITS: timings[CODED_DDP]} if CODED_DDP in timings else {},
         steps={name: timings[name] for name in contestants if name.startswith("gossip_pga")},
-        elastic={elastic: timings[_elastic(elastic)]} if elastic and not problem else {},
-        left_out={**left_out, "the elastic group": problem} if problem else left_out,
+        elastic={} if problem else {elastic: timings[_elastic(elastic)]},
+        left_out={"the elastic group": problem} if problem else {},
     )
 
 
@@ -67,12 +66,9 @@ def _time(
     planned: dict[int, tuple[str, int]],
     contestants: dict[str, Contestant],
     timeout: float,
-) -> tuple[str | None, str | None]:
+) -> tuple[str, str | None]:
     """Times the contestants, with an elastic group among them. Returns its method, and what was wrong with it, if anything was."""
     bits = recommend(probe.n, probe.workload(steps=1), probe.measured()).bits
-    if bits not in planned:
-        in_turns(timer, contestants)
-        return None, None
     (topology, H), text = planned[bits], method_text(*planned[bits], bits)
     try:
         with elastic_averager(timer.engine, model, _method(topology, H, bits), timeout) as averager:
@@ -89,16 +85,10 @@ def _elastic(text: str) -> str:
     return f"{text}, elastic"
 
 
-def _planned(probe: Probe) -> tuple[dict[int, tuple[str, int]], dict[str, str]]:
-    """The topology and the period of Gossip-PGA, by the number of bits; and what is left out, and why."""
-    planned, left_out = {}, {}
-    for bits in (32, FEWEST_BITS):
-        topology, H = gossip_to_compare(probe.n, probe.workload(steps=1), probe.measured(), bits)
-        if H <= LONGEST:
-            planned[bits] = topology, H
-        else:
-            left_out[f"whole steps of {method_text(topology, H, bits)}"] = f"a period of more than {LONGEST} steps takes long"
-    return planned, left_out
+def _planned(probe: Probe) -> dict[int, tuple[str, int]]:
+    """The topology and the period of Gossip-PGA, by the number of bits."""
+    found = {bits: gossip_to_compare(probe.n, probe.workload(steps=1), probe.measured(), bits) for bits in (32, FEWEST_BITS)}
+    return {bits: (topology, min(H, LONGEST_TIMED)) for bits, (topology, H) in found.items()}
 
 
 def _in_ddp(timer: Timer, model: nn.Module, step: Step) -> dict[str, Contestant]:
