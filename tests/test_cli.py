@@ -15,7 +15,9 @@ import pytest
 
 import rumor
 from rumor.cli import main, units
+from rumor.cli.probe import probe_page
 from rumor.cost import TOPOLOGIES
+from rumor.probe import Probe
 
 ROOT = Path(__file__).parent.parent
 Run = Callable[[str], tuple[int, str, str]]
@@ -232,13 +234,37 @@ def test_python_dash_m_rumor() -> None:
     assert (done.returncode, done.stdout) == (0, f"rumor {rumor.__version__}\n")
 
 
-def test_the_planning_page_shows_what_the_commands_print(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+PLANNING = ROOT / "docs" / "planning.md"
+ON_PAGE = re.compile(r"```(?:console)?\n\$ (?P<line>[^\n]*rumor (?:plan|probe) [^\n]*)\n(?P<shown>.*?)```", re.S)
+
+
+def test_the_planning_page_shows_what_the_commands_print(run: Run, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pytest --rewrite-pages` writes the outputs anew. Those of a probe come from the file that it wrote."""
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("COLUMNS", raising=False)
-    blocks = re.findall(r"```console\n\$ rumor (.*?)\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), re.S)
-    assert len(blocks) >= 6
-    for line, shown in blocks:
-        code, printed, _ = run(line)
-        pattern = re.escape(shown.strip()).replace(re.escape("..."), "(?s:.*)")
-        assert code == 0
-        assert re.fullmatch(pattern, printed.strip()), f"rumor {line} prints\n{printed}"
+
+    def printed(line: str) -> str:
+        command = line.rpartition("rumor ")[2]
+        if command.startswith("probe"):
+            path = command.rpartition("--out ")[2]
+            return probe_page(Probe.read(path), path)
+        code, out, _ = run(command)
+        assert code == 0, line
+        return out.strip()
+
+    def rewritten(block: re.Match[str]) -> str:
+        out = printed(block["line"])
+        if "\n...\n" in f"\n{block['shown']}":
+            head = "" if block["shown"].startswith("...") else out[: out.index("\n\nring\n") + 1]
+            out = f"{head}...\n{out[out.index('Take ') :]}"
+        return block[0].replace(block["shown"], f"{out}\n")
+
+    text = PLANNING.read_text()
+    if request.config.getoption("--rewrite-pages"):
+        PLANNING.write_text(ON_PAGE.sub(rewritten, text))
+        return
+    blocks = list(ON_PAGE.finditer(text))
+    assert len(blocks) >= 8
+    for block in blocks:
+        pattern = re.escape(block["shown"].strip()).replace(re.escape("..."), "(?s:.*)")
+        assert re.fullmatch(pattern, printed(block["line"])), f"{block['line']} prints\n{printed(block['line'])}"

@@ -57,14 +57,17 @@ def page(inputs: Inputs, rows: list[Prediction], chosen: Prediction | None, advi
     )
     text, left_out = fitted(*_table(rows, chosen, iid), LESS_NEEDED, columns(sys.stdout))
     lines = [paragraph(head), "", text, "", *(paragraph(line) for line in _legend(rows, iid, inputs.network, left_out)), ""]
-    return "\n".join([*lines, *advice_lines(advice, inputs.measured_by)])
+    return "\n".join([*lines, *advice_lines(advice, inputs.measured_by), *map(_remark, advice.notes)])
 
 
 def advice_lines(advice: Recommendation, measured_by: str) -> list[str]:
-    """The recommendation: one sentence, what it was measured by, why, and remarks."""
-    remarks = [f"{advice.basis}, {measured_by}"] if advice.basis else []
-    remarks += [f"why: {advice.reason}", *advice.notes] if advice.notes or advice.basis else []
-    return [paragraph(f"{advice.sentence}."), *(paragraph(f"  {_capital(remark)}.", "    ") for remark in remarks)]
+    """The recommendation: one sentence, what it was measured by, and why."""
+    lines = [f"{advice.basis}, {measured_by}", f"why: {advice.reason}"] if advice.basis else []
+    return [paragraph(f"{advice.sentence}."), *map(_remark, lines)]
+
+
+def _remark(text: str) -> str:
+    return paragraph(f"  {_capital(text)}.", "    ")
 
 
 def _capital(text: str) -> str:

@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         probe = _measure(engine, options, *prepared)
         if is_first:
             probe.write(options.out)
-            print(json.dumps(probe.as_dict(), indent=1) if options.json else _page(probe, options.out))
+            print(json.dumps(probe.as_dict(), indent=1) if options.json else probe_page(probe, options.out))
     return 0
 
 
@@ -143,10 +144,11 @@ def _measure(engine: ProcessGroup, options: argparse.Namespace, model: nn.Module
     return measure(engine, model, step, name, not options.model, options.repeats, show, options.timeout)
 
 
-def _page(probe: Probe, path: str) -> str:
+def probe_page(probe: Probe, path: str) -> str:
+    """Returns what `rumor probe` prints."""
     stand_in = " (a stand-in: use --model for your own)" if probe.is_stand_in else ""
     head = f"{probe.where}: {probe.model}{stand_in}, {show_count(probe.parameters)} parameters"
-    lines = [paragraph(head), "", table(("seconds", "median", "fastest", "slowest"), _rows(probe)), "", _link(probe)]
+    lines = [paragraph(head), "", table(("time per step", "median", "fastest", "slowest"), _rows(probe)), "", _link(probe)]
     lines += [paragraph(f"left out: {what}: {why}") for what, why in probe.left_out.items()]
     return "\n".join([*lines, "", f"wrote {path}; next: rumor plan --probe {path}"])
 
@@ -158,13 +160,10 @@ def _rows(probe: Probe) -> list[tuple[str, ...]]:
     whole = {"DDP": probe.ddp} if probe.ddp else {}
     whole |= {f"DDP, {bits} bits": timing for bits, timing in probe.coded_ddp.items()}
     blocks = {"parts of a step": parts, "whole steps": whole}
-    for is_elastic, timings in ((False, probe.steps), (True, probe.elastic)):
+    for timings, extra in ((probe.steps, []), (probe.elastic, ["elastic"])):
         for text, timing in timings.items():
-            method, _, options = text.removesuffix(")").partition(", H=")
-            H, *more = options.split(", ")
-            blocks.setdefault(f"whole steps, {method}, H={H})", {})[
-                ", ".join([*more, *(["elastic"] if is_elastic else [])]) or "float32"
-            ] = timing
+            method, *more = re.split(r", (?=bits=|delay=)", text.removesuffix(")"))
+            blocks.setdefault(f"whole steps, {method})", {})[", ".join([*more, *extra]) or "float32"] = timing
     rows: list[tuple[str, ...]] = []
     for title, named in blocks.items():
         if named:

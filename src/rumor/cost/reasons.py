@@ -10,7 +10,7 @@ from rumor.topology import Topology
 
 WORTH_IT = 0.10  # Parallel SGD is the better choice up to this much slower
 SAME_ORDER = 2.0  # transient stages are without constants: below this ratio they count as equally long
-DELAY_MISSES = "1 run of 5 in docs/performance.md"
+DELAY_MISSES = "delay=1 missed the target accuracy in 1 run of 5 (docs/performance.md)"
 LONGEST = 64  # the longest period to recommend (Gossip-AGA's own limit)
 
 
@@ -201,7 +201,7 @@ def _note_on_delay(compared: Comparison) -> list[str]:
     if chosen <= (1 + WORTH_IT) * seconds or (is_parallel and measured is None):
         return []
     how = f"a step of {milliseconds(seconds)}" if measured is not None else f"{milliseconds(seconds)} at best"
-    return [f"{best.text[:-1]}, delay=1) is faster, {how}, but not as good: it missed the target accuracy in {DELAY_MISSES}"]
+    return [f"{best.text[:-1]}, delay=1) is faster, {how}, but not as good: {DELAY_MISSES}"]
 
 
 def _note_on_elastic(compared: Comparison) -> list[str]:

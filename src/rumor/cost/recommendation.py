@@ -149,7 +149,7 @@ def _basis(rows: list[Prediction], network: Network) -> str:
     found = [(milliseconds(row.seconds), _source(row, network)) for row in rows]
     if len(found) == 2 and found[0][1] == found[1][1]:
         return "both are measured steps" if rows[0].is_measured else "both are sums of measured parts"
-    return ", ".join(f"{time} {source}" for time, source in found).replace(" ms ", " ms is ", 1)
+    return ", ".join(f"{time}{'' if i else ' is'} {source}" for i, (time, source) in enumerate(found))
 
 
 def _source(row: Prediction, network: Network) -> str:
