@@ -109,8 +109,10 @@ def draw_plan(rows: Sequence[Prediction], chosen: Prediction | None, compute: fl
     shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # their times lie between those of the others
     names = [f"{row.label}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
     figure, axes = pyplot.subplots(figsize=(8.5, 1.6 + 0.27 * len(shown)), layout="constrained")
-    axes.barh(names, [1e3 * compute] * len(shown), color=SKY, label="computing")
-    axes.barh(names, [1e3 * (row.seconds - compute) for row in shown], left=1e3 * compute, color=VERMILION, label="communication")
+    computing = [1e3 * min(compute, row.seconds) for row in shown]  # a whole step may have been measured in a faster moment
+    axes.barh(names, computing, color=SKY, label="computing")
+    communication = [1e3 * row.seconds - own for row, own in zip(shown, computing, strict=True)]
+    axes.barh(names, communication, left=computing, color=VERMILION, label="communication")
     for label, row in zip(axes.get_yticklabels(), shown, strict=True):
         if row == chosen:
             label.set_fontweight("bold")
