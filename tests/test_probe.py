@@ -21,7 +21,7 @@ from rumor.probe.elastic_group import ElasticError, elastic_averager
 from tests import warm
 
 MODEL = """
-import os, time, torch
+import os, sys, time, torch
 
 def build():
     model = torch.nn.Linear(400, 50)
@@ -42,6 +42,15 @@ def stuck_on_one_rank():
     def stuck():
         steps.append(step())
         if os.environ["RANK"] == "1" and len(steps) > 5:
+            time.sleep(1000)
+    return model, stuck
+
+def stuck_among_members():
+    model, step = build()
+    def stuck():
+        step()
+        averager = sys._getframe(2).f_locals.get("averager")  # of the function that calls this step, and then the averager's
+        if os.environ["RANK"] == "1" and averager is not None and averager.is_elastic:
             time.sleep(1000)
     return model, stuck
 
@@ -136,9 +145,10 @@ def test_an_error_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_stuck_ends_all_at_the_time_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["stuck_on_one_rank", "stuck_among_members"])
+def test_a_rank_that_is_stuck_ends_all_at_the_time_out(tmp_path: Path, model: str) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    done = probe(2, ["--model", "mine.py:stuck_on_one_rank", "--timeout", "2s"], tmp_path)
+    done = probe(2, ["--model", f"mine.py:{model}", "--timeout", "4s", "--repeats", "1"], tmp_path)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if "rumor probe: error" in line]
     assert len(lines) == 1

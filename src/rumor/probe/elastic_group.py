@@ -46,7 +46,8 @@ def elastic_averager(engine: ProcessGroup, model: nn.Module, algorithm: Algorith
             is_whole = averager.metrics.membership_changes == 1 and len(averager.members) == engine.n
             _agree(engine, None if is_whole else "its members changed while it was timed")
         finally:
-            averager.leave()
+            if not averager.has_left:  # in leaving_after()
+                averager.leave()
 
 
 @contextmanager
