@@ -76,6 +76,7 @@ def _seed() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write the golden trajectories anew")
+    parser.addoption("--rewrite-pages", action="store_true", help="write the outputs in docs/planning.md anew")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

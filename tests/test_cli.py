@@ -15,7 +15,9 @@ import pytest
 
 import rumor
 from rumor.cli import main, units
+from rumor.cli.probe import probe_page
 from rumor.cost import TOPOLOGIES
+from rumor.probe import Probe
 
 ROOT = Path(__file__).parent.parent
 Run = Callable[[str], tuple[int, str, str]]
@@ -45,7 +47,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         (units.bandwidth, "3.125GB/s", 3.125e9),
         (units.bandwidth, "500 Mbit/s", 62.5e6),
         (units.bandwidth, "1MiB/s", 2**20),
-        (units.bandwidth, "3125000000", 3.125e9),
+        (units.bandwidth, "1kB/s", 1e3),
         (units.seconds, "146ms", 0.146),
         (units.seconds, "50us", 50e-6),
         (units.seconds, "50µs", 50e-6),
@@ -69,7 +71,11 @@ def test_units(parse: Callable[[str], float], text: str, value: float) -> None:
         (f"plan -n 2.5 {LINK}", "not a whole number"),
         (f"plan {LINK}", "the number of nodes is missing"),
         (f"plan -n 32 {LINK.replace('10Gbit', '-10Gbit')}", "bandwidth must be finite and positive, in bytes/s"),
-        (f"plan -n 32 {LINK.replace('10Gbit/s', '0')}", "bandwidth must be finite and positive"),
+        (f"plan -n 32 {LINK.replace('10Gbit/s', '0MB/s')}", "bandwidth must be finite and positive"),
+        (f"plan -n 32 {LINK.replace('10Gbit/s', '10')}", "'10' has no unit: write 10Gbit/s (bits) or 10GB/s (bytes)"),
+        (f"plan -n 32 {LINK.replace('10Gbit/s', '3125000000')}", "'3125000000' has no unit"),
+        (f"plan -n 32 {LINK.replace('10Gbit/s', '10bit/s')}", "'10bit/s' is slower than any network (8 kbit/s)"),
+        (f"plan -n 32 {LINK.replace('50us', '50')}", "'50' is longer than any latency (10 s): write 50us or 1ms"),
         (f"plan -n 32 {LINK.replace('10Gbit/s', '10Gb/s')}", "write 25Gbit/s (bits) or 3.1GB/s (bytes)"),
         (f"plan -n 32 {LINK.replace('50us', '-50us')}", "latency must be finite and not negative"),
         (f"plan -n 32 {LINK} --all-reduce 1s --gossip 1s", "given twice"),
@@ -121,14 +127,15 @@ def test_the_table_shows_what_the_json_holds(run: Run) -> None:
     code, page, _ = run(f"plan -n 32 {TIMES} --steps 18768 --period 6")
     found = json.loads(run(f"plan -n 32 {TIMES} --steps 18768 --period 6 --json")[1])
     assert code == 0
-    assert found["recommendation"]["call"] in page
+    assert found["recommendation"]["sentence"] in " ".join(page.split())
     rows = found["predictions"]
     assert {row["topology"] for row in rows} == {None, *TOPOLOGIES}
     assert {row["method"] for row in rows} == {"Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-AGA", "OSGP"}
-    lines = [line for line in page.splitlines() if re.search(r"(SGD|PGA|AGA|OSGP) +(\d+|-) ", line)]
+    table = page[: page.index("\nTake ")]
+    lines = [line for line in table.splitlines() if re.search(r"(DDP|SGD|PGA|AGA|OSGP) +(\d+|-) ", line)]
     assert len(lines) == len(rows)
     for line, row in zip(lines, rows, strict=True):
-        assert row["method"] in line
+        assert row["method"].replace("Parallel SGD", "DDP") in line
         assert f" {row['hours']:.2f} " in line
         assert units.show_seconds(row["seconds"]) in line
         assert units.show_bytes(row["bytes"]) in line
@@ -145,7 +152,7 @@ def test_iid_data_have_their_own_transient_stage(run: Run) -> None:
 
 def test_a_fast_link_is_for_parallel_sgd(run: Run) -> None:
     said = run("plan -n 32 --parameters 25.5M --compute 146ms --bandwidth 400Gbit/s --latency 5us")[1]
-    assert "Take Parallel SGD: rumor.parallel_sgd(32)" in said
+    assert "Take DDP: 150 ms a step" in said
 
 
 @pytest.mark.parametrize(("name", "hours"), [("resnet50", ["2.21", "1.65", "11.40"]), ("bert", ["59.86", "36.34", "64.73"])])
@@ -227,12 +234,37 @@ def test_python_dash_m_rumor() -> None:
     assert (done.returncode, done.stdout) == (0, f"rumor {rumor.__version__}\n")
 
 
-def test_the_planning_page_shows_what_the_commands_print(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+PLANNING = ROOT / "docs" / "planning.md"
+ON_PAGE = re.compile(r"```(?:console)?\n\$ (?P<line>[^\n]*rumor (?:plan|probe) [^\n]*)\n(?P<shown>.*?)```", re.S)
+
+
+def test_the_planning_page_shows_what_the_commands_print(run: Run, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pytest --rewrite-pages` writes the outputs anew. Those of a probe come from the file that it wrote."""
     monkeypatch.chdir(ROOT)
-    blocks = re.findall(r"```console\n\$ rumor (.*?)\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), re.S)
-    assert len(blocks) >= 6
-    for line, shown in blocks:
-        code, printed, _ = run(line)
-        pattern = re.escape(shown.strip()).replace(re.escape("..."), "(?s:.*)")
-        assert code == 0
-        assert re.fullmatch(pattern, printed.strip()), f"rumor {line} prints\n{printed}"
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+    def printed(line: str) -> str:
+        command = line.rpartition("rumor ")[2]
+        if command.startswith("probe"):
+            path = command.rpartition("--out ")[2]
+            return probe_page(Probe.read(path), path)
+        code, out, _ = run(command)
+        assert code == 0, line
+        return out.strip()
+
+    def rewritten(block: re.Match[str]) -> str:
+        out = printed(block["line"])
+        if "\n...\n" in f"\n{block['shown']}":
+            head = "" if block["shown"].startswith("...") else out[: out.index("\n\nring\n") + 1]
+            out = f"{head}...\n{out[out.index('Take ') :]}"
+        return block[0].replace(block["shown"], f"{out}\n")
+
+    text = PLANNING.read_text()
+    if request.config.getoption("--rewrite-pages"):
+        PLANNING.write_text(ON_PAGE.sub(rewritten, text))
+        return
+    blocks = list(ON_PAGE.finditer(text))
+    assert len(blocks) >= 8
+    for block in blocks:
+        pattern = re.escape(block["shown"].strip()).replace(re.escape("..."), "(?s:.*)")
+        assert re.fullmatch(pattern, printed(block["line"])), f"{block['line']} prints\n{printed(block['line'])}"

@@ -50,6 +50,16 @@ def trained(rank: int, bits: int, steps: int = STEPS, accumulate: int = 1) -> tu
     return flat(ddp), mean.item() / N, 0.0 if state is None else state.metrics.bytes_sent / len(losses)
 
 
+def timeout_of_the_hook(rank: int) -> float:
+    state = rumor.ddp_hook_state(bits=4)
+    seconds: float = state._transport.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
+def test_the_hook_waits_no_longer_than_the_group(four: Cluster) -> None:
+    assert four.run(timeout_of_the_hook) == [60.0] * N
+
+
 @pytest.mark.parametrize("bits", [16, 8, 4])
 def test_ddp_trains_as_well_with_few_bits(four: Cluster, bits: int) -> None:
     """With AdamW and clipping, which see the averaged gradient as in plain DDP."""

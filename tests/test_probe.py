@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
+import rumor
 from rumor.cli import main
 from rumor.cost import TOPOLOGIES
 from rumor.probe import Probe, Timing
+from rumor.probe.elastic_group import ElasticError, elastic_averager
 from tests import warm
 
 MODEL = """
-import os, time, torch
+import os, sys, time, torch
 
 def build():
     model = torch.nn.Linear(400, 50)
@@ -27,7 +34,7 @@ def build():
 
 def slow_on_one_rank():
     model, step = build()
-    return model, lambda: time.sleep(0.3 if os.environ["RANK"] == "1" else 0.0)
+    return model, lambda: time.sleep(0.05 if os.environ["RANK"] == "1" else 0.0)
 
 def stuck_on_one_rank():
     model, step = build()
@@ -35,6 +42,15 @@ def stuck_on_one_rank():
     def stuck():
         steps.append(step())
         if os.environ["RANK"] == "1" and len(steps) > 5:
+            time.sleep(1000)
+    return model, stuck
+
+def stuck_among_members():
+    model, step = build()
+    def stuck():
+        step()
+        averager = sys._getframe(2).f_locals.get("averager")  # of the function that calls this step, and then the averager's
+        if os.environ["RANK"] == "1" and averager is not None and averager.is_elastic:
             time.sleep(1000)
     return model, stuck
 
@@ -51,9 +67,9 @@ def probe(n: int, arguments: list[str], folder: Path) -> subprocess.CompletedPro
 
 @pytest.mark.processes
 def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = probe(4, ["--parameters", "50k", "--batch", "4", "--repeats", "3", "--out", "found.json"], tmp_path)
+    done = probe(4, ["--parameters", "50k", "--batch", "4", "--repeats", "2", "--out", "found.json"], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "a stand-in: use --model for your own" in done.stdout
+    assert "a stand-in: use --model for your own" in " ".join(done.stdout.split())
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     found = json.loads((tmp_path / "found.json").read_text())
     assert (found["n"], found["backend"], found["device"], found["bytes_per_parameter"]) == (4, "gloo", "cpu", 4)
@@ -63,14 +79,26 @@ def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys:
     coded = [timing for times in found["coded"].values() for timing in (times["gossip"], times["all_reduce"])]
     for timing in (found["compute"], found["ddp"], found["all_reduce"], found["small_gossip"], *found["gossip"].values(), *coded):
         assert 0 < timing["fastest"] <= timing["median"] <= timing["slowest"] < 10
+    steps = list(found["steps"])
+    assert [("bits=4" in text, "delay=1" in text) for text in steps] == [(False, False), (False, True), (True, False), (True, True)]
+    assert all(rumor.method(text).bind(4) for text in steps)
+    assert set(found["elastic"]) < set(steps)
+    assert len(found["elastic"]) == 1
+    assert found["left_out"] == {}
+    for timing in (*found["steps"].values(), *found["elastic"].values(), found["coded_ddp"]["4"]):
+        assert 0 < timing["fastest"] <= timing["median"] <= timing["slowest"] < 10
+    assert "elastic" in done.stdout
     assert found["bandwidth"] > 0
     assert found["latency"] == found["small_gossip"]["median"]
 
-    def plan(more: str) -> dict[str, dict[str, float]]:
+    def plan(more: str) -> dict[str, Any]:
         assert main(["plan", "--probe", str(tmp_path / "found.json"), "--json", *more.split()]) == 0
         return dict(json.loads(capsys.readouterr().out))
 
     seen = plan("")
+    chosen = [row for row in seen["predictions"] if row["is_measured"] and row["seconds"] == seen["recommendation"]["seconds"]]
+    assert chosen, "what is recommended was measured as a whole step"
+    assert seen["network"]["step_seconds"] == {text: timing["median"] for text, timing in found["steps"].items()}
     assert seen["network"]["kind"] == "measured"
     assert seen["workload"]["compute"] == found["compute"]["median"]
     assert seen["network"]["ddp_seconds"] == max(0, found["ddp"]["median"] - found["compute"]["median"])
@@ -93,6 +121,7 @@ def test_a_model_of_one_s_own(tmp_path: Path) -> None:
     assert found == json.loads((tmp_path / "probe.json").read_text())
     assert (found["n"], found["parameters"], found["model"], found["is_stand_in"]) == (2, 20_050, "mine.py:build", False)
     assert found["ddp"] is None  # step() takes no model
+    assert found["coded_ddp"] == {}
 
 
 @pytest.mark.processes
@@ -100,7 +129,7 @@ def test_the_slowest_rank_counts(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
     done = probe(2, ["--model", "mine.py:slow_on_one_rank", "--repeats", "2", "--json"], tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["compute"]["fastest"] >= 0.3
+    assert json.loads(done.stdout)["compute"]["fastest"] >= 0.05
 
 
 @pytest.mark.processes
@@ -116,9 +145,10 @@ def test_an_error_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_a_rank_that_is_stuck_ends_all_at_the_time_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model", ["stuck_on_one_rank", "stuck_among_members"])
+def test_a_rank_that_is_stuck_ends_all_at_the_time_out(tmp_path: Path, model: str) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    done = probe(2, ["--model", "mine.py:stuck_on_one_rank", "--timeout", "2s"], tmp_path)
+    done = probe(2, ["--model", f"mine.py:{model}", "--timeout", "4s", "--repeats", "1"], tmp_path)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if "rumor probe: error" in line]
     assert len(lines) == 1
@@ -178,3 +208,42 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path, change: dict[str, obj
     (tmp_path / "probe.json").write_text(json.dumps({**json.loads((tmp_path / "probe.json").read_text()), **change}))
     with pytest.raises(ValueError, match="run it again"):
         Probe.read(tmp_path / "probe.json")
+
+
+def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
+    a_probe().write(tmp_path / "probe.json")
+    found = json.loads((tmp_path / "probe.json").read_text())
+    for name in ("coded", "coded_ddp", "steps", "elastic", "left_out"):
+        del found[name]
+    (tmp_path / "probe.json").write_text(json.dumps(found))
+    assert Probe.read(tmp_path / "probe.json") == a_probe()
+
+
+def test_whole_steps_and_the_elastic_group_are_read_back(tmp_path: Path) -> None:
+    timing = Timing(1.0, 0.9, 1.1)
+    text = "gossip_pga(ring, H=3, bits=4)"
+    whole = dataclasses.replace(a_probe(), coded_ddp={4: timing}, steps={text: timing}, elastic={text: timing}, left_out={"a": "b"})
+    whole.write(tmp_path / "probe.json")
+    assert Probe.read(tmp_path / "probe.json") == whole
+    seen = whole.measured()
+    assert (seen.step(text), seen.step(text, is_elastic=True), seen.ddp(4), seen.timed(4)) == (1.0, 1.0, 0.0, ("ring", 3))
+    assert whole.measured(has_whole_steps=False).step(text) is None, "they are for another compute time"
+
+
+@pytest.mark.processes
+def test_without_an_elastic_group_the_probe_says_why(tmp_path: Path) -> None:
+    """The coordinator listens where MASTER_ADDR says that rank 0 is. This one can't be reached."""
+    (tmp_path / "mine.py").write_text(MODEL.replace("import os", "import os; os.environ['MASTER_ADDR'] = 'nowhere.invalid'\nimport os"))
+    done = probe(2, ["--model", "mine.py:build", "--repeats", "1", "--timeout", "6s"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("left out")]
+    assert line.startswith("left out: the elastic group: ")
+    found = json.loads((tmp_path / "probe.json").read_text())
+    assert found["elastic"] == {}
+    assert len(found["steps"]) == 4
+
+
+def test_an_elastic_group_is_for_gloo() -> None:
+    engine = SimpleNamespace(transport=SimpleNamespace(backend="nccl"))
+    with pytest.raises(ElasticError, match="exchange over gloo, and this probe is of nccl"), contextlib.ExitStack() as stack:
+        stack.enter_context(elastic_averager(engine, nn.Linear(1, 1), rumor.gossip_pga(rumor.ring), 1.0))  # type: ignore[arg-type]

@@ -36,7 +36,11 @@ def test_names() -> None:
         (rumor.LearningRate, "H_min H_max power=1.0"),
         (rumor.cost.Workload, "parameters compute bytes_per_parameter=4.0 steps=10000"),
         (rumor.cost.Link, "bandwidth latency=0.0 coding=3e-09"),
-        (rumor.cost.Measured, "all_reduce_seconds gossip_seconds ddp_seconds=None coded_seconds=<factory>"),
+        (
+            rumor.cost.Measured,
+            "all_reduce_seconds gossip_seconds ddp_seconds=None coded_seconds=<factory> coded_ddp_seconds=<factory> step_seconds=<factory> "
+            "elastic_seconds=<factory>",
+        ),
         (rumor.cost.predict, "n workload network H=None H_init=4 H_max=64 topologies=None bits=32"),
         (rumor.cost.recommend, "n workload network H=None max_period=None iid=False bits=4"),
         (rumor.save, "folder averager position=None keep=2 others"),

@@ -107,17 +107,19 @@ def draw_plan(rows: Sequence[Prediction], chosen: Prediction | None, compute: fl
     """Draws the time of a step for each row of `rumor plan`, computing and communication. The recommended row is marked."""
     pyplot = open_pyplot(path)
     shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # their times lie between those of the others
-    names = [f"{row.name}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
+    names = [f"{row.label}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
     figure, axes = pyplot.subplots(figsize=(8.5, 1.6 + 0.27 * len(shown)), layout="constrained")
-    axes.barh(names, [1e3 * compute] * len(shown), color=SKY, label="computing")
-    axes.barh(names, [1e3 * (row.seconds - compute) for row in shown], left=1e3 * compute, color=VERMILION, label="communication")
+    computing = [1e3 * min(compute, row.seconds) for row in shown]  # a whole step may have been measured in a faster moment
+    axes.barh(names, computing, color=SKY, label="computing")
+    communication = [1e3 * row.seconds - own for row, own in zip(shown, computing, strict=True)]
+    axes.barh(names, communication, left=computing, color=VERMILION, label="communication")
     for label, row in zip(axes.get_yticklabels(), shown, strict=True):
         if row == chosen:
             label.set_fontweight("bold")
             axes.annotate(" recommended", (1e3 * row.seconds, shown.index(row)), va="center", fontsize=9)
     axes.margins(x=0.15)
     axes.invert_yaxis()
-    axes.set(xlabel="ms per step, without overlap (Parallel SGD: time of DDP, if measured)")
+    axes.set(xlabel="ms per step: measured as a whole, or the sum of its parts without overlap")
     axes.set_title(title, fontsize=9, loc="left")
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower right", ncols=2, frameon=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from rumor.cli.plan_page import advice_lines
 from rumor.cli.table import paragraph, table
 from rumor.cost import Link, recommend
 from rumor.cost.paper import RESNET50, SCALING_NODES, TRAININGS, H, Row, Scaling, Training, reproduce, reproduce_scaling
@@ -37,9 +38,12 @@ def _hours(training: Training, rows: list[Row]) -> list[str]:
         for row in rows
     ]
     return [
-        f"Table {training.table}: {training.title}, {w.steps:,} steps",
-        f"step times of Table 17: computing {w.compute * 1e3:g} ms, all-reduce {times.all_reduce_seconds * 1e3:g} ms, gossip "
-        f"{gossip * 1e3:g} ms; H = {H}\n",
+        paragraph(f"Table {training.table}: {training.title}, {w.steps:,} steps"),
+        paragraph(
+            f"step times of Table 17: computing {w.compute * 1e3:g} ms, all-reduce {times.all_reduce_seconds * 1e3:g} ms, gossip "
+            f"{gossip * 1e3:g} ms; H = {H}"
+        ),
+        "",
         table(("hours", "model", "paper", "off by"), [cell[:4] for cell in cells]),
         "",
         *(paragraph(f"{row.method} can't be predicted: {row.why}.", "  ") for row in rows if row.why),
@@ -78,8 +82,9 @@ def _scaling(found: Scaling) -> list[str]:
 
 def _advice(training: Training) -> list[str]:
     advice = recommend(training.n, training.workload, training.measured)
-    lines = ["", paragraph(f"With these times the planner recommends {advice.call}: {advice.reason}.", "  ")]
+    lines = ["", *advice_lines(advice, "from Table 17")]
     if training is RESNET50:
         fast = recommend(training.n, training.workload, ROCE)
-        lines.append(paragraph(f"On 4 x 100 Gbit/s RoCE it recommends {fast.call}, as the paper does: {fast.reason}.", "  "))
+        lines += ["", paragraph("On 4 x 100 Gbit/s RoCE, the paper takes Parallel SGD, and so does the plan:")]
+        lines += advice_lines(fast, "from the link")
     return lines

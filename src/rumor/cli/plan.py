@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rumor.cli.paper import paper_page
-from rumor.cli.table import paragraph, table
-from rumor.cli.units import bandwidth, count, nodes, seconds, show_bytes, show_count, show_seconds
+from rumor.cli.plan_page import Inputs, json_page, page
+from rumor.cli.units import bandwidth, count, latency, nodes, seconds, show_bytes, show_count, show_seconds
 from rumor.cli.user_model import load_model
-from rumor.cost import TOPOLOGIES, Link, Measured, Network, Prediction, Recommendation, Workload, predict, recommend
+from rumor.cost import TOPOLOGIES, Link, Measured, Network, Workload, predict, recommend
 from rumor.cost.paper import TRAININGS
-from rumor.cost.recommendation import FEWEST_BITS
+from rumor.cost.recommendation import FEWEST_BITS, gossip_to_compare
 from rumor.plots import draw_plan
 from rumor.probe import Probe
 
@@ -29,7 +28,7 @@ EPILOG = """examples:
   rumor plan --probe probe.json --steps 100k
   rumor plan --paper resnet50
 
-Units: 25Gbit/s means bits, 3.1GB/s means bytes. A bandwidth without a unit is in bytes/s, a time without a unit in seconds."""
+Units: 25Gbit/s means bits, 3.1GB/s means bytes. A time without a unit is in seconds."""
 
 
 def add_plan(commands: Any) -> None:
@@ -66,11 +65,9 @@ def add_plan(commands: Any) -> None:
 
 
 def _add_network_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bandwidth", type=bandwidth, help="bandwidth of a node's link, with its unit: 25Gbit/s (bits) or 3.1GB/s (bytes)")
     parser.add_argument(
-        "--bandwidth", type=bandwidth, help="bandwidth of a node's link: 25Gbit/s (bits), 3.1GB/s (bytes), or a plain number of bytes/s"
-    )
-    parser.add_argument(
-        "--latency", type=seconds, metavar="TIME", help="latency of a message, for example 50us (default: the probe's, or 0)"
+        "--latency", type=latency, metavar="TIME", help="latency of a message, for example 50us (default: the probe's, or 0)"
     )
     parser.add_argument("--all-reduce", type=seconds, metavar="TIME", help="measured time of an all-reduce, instead of --bandwidth")
     parser.add_argument(
@@ -88,16 +85,6 @@ def _add_network_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--probe", metavar="FILE", help="file that `rumor probe` wrote; other options override its values")
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """The cluster and the workload to plan for, and the source of the numbers."""
-
-    n: int
-    workload: Workload
-    network: Network
-    source: str
-
-
 def run(options: argparse.Namespace) -> int:
     if options.paper:
         given = [name for name in INPUTS if getattr(options, name) not in (None, False)]
@@ -108,14 +95,16 @@ def run(options: argparse.Namespace) -> int:
     inputs = read_inputs(options)
     planned, bits = (inputs.n, inputs.workload, inputs.network), int(options.bits)
     advice = recommend(*planned, H=options.period, max_period=options.max_period, iid=options.iid, bits=bits)
-    H = options.period or (advice.H if advice.H > 1 else None)  # so that the recommendation is a row of the table
-    rows = predict(*planned, H=H, H_max=max(64, H or 0), bits=bits)
-    is_chosen = (advice.method, advice.topology, advice.H, advice.bits)
-    chosen = next((row for row in rows if (row.method, row.topology, row.H, row.bits) == is_chosen), None)
+    H = options.period or advice.H  # so that the recommendation is a row of the table
+    if H == 1 and options.period is None:
+        H = gossip_to_compare(*planned, advice.bits, options.max_period)[1]
+    rows = predict(*planned, H=H, H_max=max(64, H), bits=bits)
+    is_chosen = (advice.method, advice.topology, advice.H, advice.bits, advice.seconds)
+    chosen = next((row for row in rows if (row.method, row.topology, row.H, row.bits, row.seconds) == is_chosen), None)
     if options.out:
         title = f"{inputs.n} nodes, {show_count(inputs.workload.parameters)} parameters; {inputs.source}"
         draw_plan(rows, chosen, inputs.workload.compute, title, options.out)
-    print(_json(inputs, rows, advice) if options.json else _page(inputs, rows, chosen, advice, options.iid))
+    print(json_page(inputs, rows, advice) if options.json else page(inputs, rows, chosen, advice, options.iid))
     if options.out and not options.json:
         print(f"\nwrote {options.out}")
     return 0
@@ -129,8 +118,7 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     if not 1 <= n <= MOST_NODES:
         raise ValueError(f"-n must be a whole number >= 1 (and at most {MOST_NODES:,}), got {n}")
     workload = _workload(options, probe)
-    network, source = _network(options, probe, n, workload)
-    return Inputs(n, workload, network, source)
+    return Inputs(n, workload, *_network(options, probe, n, workload))
 
 
 def _workload(options: argparse.Namespace, probe: Probe | None) -> Workload:
@@ -152,7 +140,7 @@ def _steps(options: argparse.Namespace) -> int:
     return STEPS if options.steps is None else int(options.steps)
 
 
-def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload: Workload) -> tuple[Network, str]:
+def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload: Workload) -> tuple[Network, str, str]:
     by_times, by_link = options.all_reduce is not None or options.gossip is not None, options.bandwidth is not None
     if by_times and by_link:
         raise ValueError("the network is given twice: give either --bandwidth and --latency, or --all-reduce and --gossip")
@@ -161,20 +149,20 @@ def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload:
     if by_link:
         known = probe.small_gossip.median if probe else 0.0
         link = Link(options.bandwidth, known if options.latency is None else options.latency)
-        return link, f"a link of {_show_bandwidth(link)}, latency {show_seconds(link.latency)}"
+        return link, _show_link(link), f"from {_show_link(link)}"
     if options.latency is not None:
         raise ValueError("--latency describes a link, which also needs a bandwidth: give --bandwidth 25Gbit/s, too")
     if by_times:
-        return _measured_network(options, workload), "times from the options"
+        return _measured_network(options, workload), "times from the options", "from the options"
     if probe is None:
         raise ValueError("the network is missing: give --bandwidth 25Gbit/s, or --all-reduce 278ms --gossip 150ms, or --probe FILE")
     if (n, workload.bytes) == (probe.n, probe.parameters * probe.bytes_per_parameter):
-        return probe.measured(), f"times from {options.probe}"
+        is_whole = workload.compute == probe.compute.median  # else its whole steps are not those of this plan
+        return probe.measured(is_whole), f"times from {options.probe}", f"by rumor probe: {probe.where}"
     link = probe.link()
-    return link, (
-        f"a link of {_show_bandwidth(link)}, latency {show_seconds(link.latency)}, from {options.probe}, because its times are for "
-        f"{probe.n} nodes and {show_bytes(probe.parameters * probe.bytes_per_parameter)}"
-    )
+    size = show_bytes(probe.parameters * probe.bytes_per_parameter)
+    source = f"{_show_link(link)}, from {options.probe}, because its times are for {probe.n} nodes and {size}"
+    return link, source, f"from the link that rumor probe measured: {probe.where}"
 
 
 def _measured_network(options: argparse.Namespace, workload: Workload) -> Measured:
@@ -209,66 +197,6 @@ def _gossip_time(text: str) -> tuple[str, float]:
         raise ValueError(f"--gossip {text}: {error}") from None
 
 
-def _show_bandwidth(link: Link) -> str:
-    return f"{link.bandwidth * 8 / 1e9:.3g} Gbit/s ({show_bytes(link.bandwidth)}/s)"
-
-
-def _json(inputs: Inputs, rows: list[Prediction], advice: Recommendation) -> str:
-    network = {"kind": type(inputs.network).__name__.lower(), **asdict(inputs.network)}  # type: ignore[call-overload]
-    found = {
-        "n": inputs.n,
-        "workload": asdict(inputs.workload),
-        "network": network,
-        "recommendation": asdict(advice),
-        "predictions": [asdict(row) for row in rows],
-    }
-    return json.dumps(found, indent=1)
-
-
-def _page(inputs: Inputs, rows: list[Prediction], chosen: Prediction | None, advice: Recommendation, iid: bool) -> str:
-    w = inputs.workload
-    head = (
-        f"{inputs.n} nodes, {show_count(w.parameters)} parameters of {w.bytes_per_parameter:g} bytes ({show_bytes(w.bytes)}), "
-        f"{show_seconds(w.compute)} of computing, {w.steps:,} steps; {inputs.source}"
-    )
-    notes = dict.fromkeys(f"{row.topology}: {row.note}" for row in rows if row.note)
-    lines = [paragraph(head), "", _table(rows, chosen, iid), "", LEGEND, *(f"* {note}" for note in notes), ""]
-    lines += [paragraph(f"Take {advice.method}: {advice.call}"), paragraph(f"  because {advice.reason}.", "  ")]
-    return "\n".join([*lines, *(paragraph(f"  Note: {note}.", "  ") for note in advice.notes)])
-
-
-LEGEND = "\n".join(
-    [
-        "step: time without overlap (Parallel SGD: time of DDP, if measured). overlapped: best case with delay=1 or DDP's buckets.",
-        "sent: bytes that the busiest node sends per step.",
-        "transient: order of the steps before the method is as good as Parallel SGD. Compare rows by it; it is not a number of steps.",
-        "Gossip-AGA moves between its two rows. OSGP takes between `step` and `overlapped`. SlowMo costs as much as Gossip-PGA.",
-        "<: recommended.",
-    ]
-)
-
-
-def _table(rows: list[Prediction], chosen: Prediction | None, iid: bool) -> str:
-    head = ("topology", "method", "H", "step", "overlapped", "sent", "hours", f"transient ({'iid' if iid else 'non-iid'})", "")
-    lines: list[tuple[str, ...]] = []
-    last: str | None = None
-    for row in rows:
-        if row.topology != last:
-            lines.append(())
-        star = "*" if row.note else ""
-        stage = row.transient_stage_iid if iid else row.transient_stage
-        lines.append(
-            (
-                f"{row.topology}{star}" if row.topology and row.topology != last else "",
-                row.name,
-                "-" if row.H is None else str(row.H),
-                show_seconds(row.seconds),
-                show_seconds(row.seconds_overlapped),
-                show_bytes(row.bytes),
-                f"{row.hours:.2f}" if row.hours < 1000 else f"{row.hours:,.0f}",
-                "-" if stage is None else f"{stage:.1e}" if stage else "0",
-                "<" if row is chosen else "",
-            )
-        )
-        last = row.topology
-    return table(head, lines, left=2)
+def _show_link(link: Link) -> str:
+    rate = f"{link.bandwidth * 8 / 1e9:.3g} Gbit/s ({show_bytes(link.bandwidth)}/s)"
+    return f"a link of {rate}, latency {show_seconds(link.latency)}"

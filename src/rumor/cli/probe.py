@@ -6,6 +6,7 @@ import argparse
 import functools
 import json
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -29,9 +30,10 @@ TORCHRUN = "torchrun --standalone --nproc-per-node 4 -m rumor probe"
 def add_probe(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "probe",
-        help="measure computing, gossip and all-reduce on your own cluster",
-        description="Measures computing, gossip on each topology and all-reduce with the real engine, and writes a file for `rumor plan "
-        f"--probe`. Start it with torchrun on the cluster that you plan for: {TORCHRUN}",
+        help="measure computing, gossip, all-reduce and whole steps on your own cluster",
+        description="Measures computing, DDP, gossip on each topology, all-reduce, and whole steps of Gossip-PGA (with 4 bits, with "
+        "delay=1, in an elastic group) with the real engine, and writes a file for `rumor plan --probe`. Start it with torchrun on the "
+        f"cluster that you plan for: {TORCHRUN}",
     )
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=f"your own model: {FORM}")
     parser.add_argument(
@@ -65,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         probe = _measure(engine, options, *prepared)
         if is_first:
             probe.write(options.out)
-            print(json.dumps(probe.as_dict(), indent=1) if options.json else _page(probe, options.out))
+            print(json.dumps(probe.as_dict(), indent=1) if options.json else probe_page(probe, options.out))
     return 0
 
 
@@ -135,31 +137,39 @@ def _with_named_errors(step: Step, place: str) -> Step:
 def _measure(engine: ProcessGroup, options: argparse.Namespace, model: nn.Module, step: Step) -> Probe:
     def show(what: str, timing: Timing) -> None:
         if engine.rank == 0:
-            print(f"{what:<28} {show_seconds(timing.median):>9}", file=sys.stderr, flush=True)
+            print(f"{show_seconds(timing.median):>8}  {what}", file=sys.stderr, flush=True)
 
     size = show_count(options.parameters)
     name = options.model or f"an MLP of about {size} parameters, batch {options.batch}"
-    return measure(engine, model, step, name, not options.model, options.repeats, show)
+    return measure(engine, model, step, name, not options.model, options.repeats, show, options.timeout)
 
 
-def _page(probe: Probe, path: str) -> str:
-    named = {
-        "compute": probe.compute,
-        **({"DDP, with computing": probe.ddp} if probe.ddp else {}),
-        **{f"gossip, {name}": timing for name, timing in probe.gossip.items()},
-        "all-reduce": probe.all_reduce,
-    }
+def probe_page(probe: Probe, path: str) -> str:
+    """Returns what `rumor probe` prints."""
+    stand_in = " (a stand-in: use --model for your own)" if probe.is_stand_in else ""
+    head = f"{probe.where}: {probe.model}{stand_in}, {show_count(probe.parameters)} parameters"
+    lines = [paragraph(head), "", table(("time per step", "median", "fastest", "slowest"), _rows(probe)), "", _link(probe)]
+    lines += [paragraph(f"left out: {what}: {why}") for what, why in probe.left_out.items()]
+    return "\n".join([*lines, "", f"wrote {path}; next: rumor plan --probe {path}"])
+
+
+def _rows(probe: Probe) -> list[tuple[str, ...]]:
+    parts = {"computing": probe.compute, "all-reduce": probe.all_reduce, **{f"gossip, {name}": t for name, t in probe.gossip.items()}}
     for bits, times in probe.coded.items():
-        named |= {f"gossip with one peer, {bits} bits": times.gossip, f"all-reduce, {bits} bits": times.all_reduce}
-    rows = [(what, *(show_seconds(t) for t in (timing.median, timing.fastest, timing.slowest))) for what, timing in named.items()]
-    lines = [
-        f"{probe.n} processes, {probe.backend} on {probe.device}, torch {probe.torch}: {probe.model}"
-        f"{' (a stand-in: use --model for your own)' if probe.is_stand_in else ''}, {show_count(probe.parameters)} parameters\n",
-        table(("time per step", "median", "fastest", "slowest"), rows),
-        f"\n{_link(probe)}",
-        f"\nwrote {path}; next: rumor plan --probe {path}",
-    ]
-    return "\n".join(lines)
+        parts |= {f"all-reduce, {bits} bits": times.all_reduce, f"gossip, one peer, {bits} bits": times.gossip}
+    whole = {"DDP": probe.ddp} if probe.ddp else {}
+    whole |= {f"DDP, {bits} bits": timing for bits, timing in probe.coded_ddp.items()}
+    blocks = {"parts of a step": parts, "whole steps": whole}
+    for timings, extra in ((probe.steps, []), (probe.elastic, ["elastic"])):
+        for text, timing in timings.items():
+            method, *more = re.split(r", (?=bits=|delay=)", text.removesuffix(")"))
+            blocks.setdefault(f"whole steps, {method})", {})[", ".join([*more, *extra]) or "float32"] = timing
+    rows: list[tuple[str, ...]] = []
+    for title, named in blocks.items():
+        if named:
+            rows += [(), (title,)]
+        rows += [(f"  {what}", *(show_seconds(s) for s in (t.median, t.fastest, t.slowest))) for what, t in named.items()]
+    return rows
 
 
 def _link(probe: Probe) -> str:
@@ -170,7 +180,9 @@ def _link(probe: Probe) -> str:
     predicted = link.all_reduce(probe.n, probe.parameters * probe.bytes_per_parameter)
     return "\n".join(
         [
-            f"bandwidth {show_bytes(link.bandwidth)}/s ({link.bandwidth * 8 / 1e9:.3g} Gbit/s), latency {show_seconds(link.latency)}",
+            paragraph(
+                f"bandwidth {show_bytes(link.bandwidth)}/s ({link.bandwidth * 8 / 1e9:.3g} Gbit/s), latency {show_seconds(link.latency)}"
+            ),
             paragraph(
                 f"With these two numbers the time model predicts {show_seconds(predicted)} for the all-reduce, which took "
                 f"{show_seconds(probe.all_reduce.median)}. The plan uses measured times wherever it can."

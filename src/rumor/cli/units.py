@@ -11,12 +11,14 @@ _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0
 _DECIMAL = {name: factor for name, factor in _PREFIX.items() if "i" not in name}
 SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 COUNTS = {**_DECIMAL, "B": 1e9}  # a billion, as in "a 7B model"
-BYTES_PER_SECOND = {"": 1.0, **{f"{p}B/s": f for p, f in _PREFIX.items()}, **{f"{p}bit/s": f / 8 for p, f in _DECIMAL.items()}}
+BYTES_PER_SECOND = {**{f"{p}B/s": f for p, f in _PREFIX.items()}, **{f"{p}bit/s": f / 8 for p, f in _DECIMAL.items()}}
 
 
 NUMBER = r"[+-]?(?:\d{1,3}(?:,\d{3})+|[\d_]*)(?:\.\d*)?"  # accepts 18,768, but not 1,5, which could be read as 15
 
 
+SLOWEST = 1e3  # bytes per second
+LONGEST_LATENCY = 10.0  # seconds
 COUNT_EXAMPLES = "for example 18768, 100k, 25.5M or 7B"
 NODES_EXAMPLES = "for example 32"
 
@@ -35,13 +37,27 @@ def _parser(units: dict[str, float], what: str, examples: str) -> Callable[[str]
 
 
 seconds = _parser(SECONDS, "a time", "146ms, 50us or 1.5s; a plain number is in seconds")
-bandwidth = _parser(
-    BYTES_PER_SECOND,
-    "a bandwidth",
-    "25Gbit/s (bits) or 3.1GB/s (bytes), because a single b could mean either; a plain number is in bytes/s",
-)
+_bandwidth = _parser(BYTES_PER_SECOND, "a bandwidth", "25Gbit/s (bits) or 3.1GB/s (bytes); a single b could mean either")
 _count = _parser(COUNTS, "a number", COUNT_EXAMPLES)
 _nodes = _parser({"": 1.0, "k": 1e3}, "a whole number", NODES_EXAMPLES)
+
+
+def bandwidth(text: str) -> float:
+    """Parses a bandwidth, in bytes per second. One that no network has is taken for a mistake."""
+    if re.fullmatch(r"\s*[-+]?[\d.,_]+(?:[eE][-+]?\d+)?\s*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: write {text.strip()}Gbit/s (bits) or {text.strip()}GB/s (bytes)")
+    found = _bandwidth(text)
+    if 0 < found < SLOWEST:
+        raise argparse.ArgumentTypeError(f"{text!r} is slower than any network ({show_rate(SLOWEST)}): write 25Gbit/s or 500Mbit/s")
+    return found
+
+
+def latency(text: str) -> float:
+    """Parses a latency, in seconds. One that no network has is taken for a mistake."""
+    found = seconds(text)
+    if found > LONGEST_LATENCY:
+        raise argparse.ArgumentTypeError(f"{text!r} is longer than any latency ({LONGEST_LATENCY:g} s): write 50us or 1ms")
+    return found
 
 
 def count(text: str) -> int:

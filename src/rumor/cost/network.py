@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -113,6 +114,19 @@ def coded_bytes(parameters: int, bits: int) -> float:
     return parameters * CODES[bits].nbytes(BLOCK) / BLOCK
 
 
+def method_text(topology: str | None, H: int, bits: int = 32, delay: int = 0) -> str:
+    """Gossip-PGA, as text that `rumor.method` reads.
+
+    >>> method_text("one-peer-exponential", 6, bits=4)
+    'gossip_pga(one_peer_exponential, H=6, bits=4)'
+    """
+    options = "".join(f", {name}={value}" for name, value, usual in (("bits", bits, 32), ("delay", delay, 0)) if value != usual)
+    return f"gossip_pga({(topology or 'isolated').replace('-', '_')}, H={H}{options})"
+
+
+_TIMED = re.compile(r"gossip_pga\((\w+), H=(\d+)(?:, bits=(\d+))?\)")  # what method_text writes, without delay
+
+
 class Network(Protocol):
     """The times of a network that the time model needs."""
 
@@ -132,8 +146,19 @@ class Network(Protocol):
         """Seconds of one gossip step of codes, including the work of encoding; None if that was not measured."""
         ...
 
-    def ddp(self) -> float | None:
-        """Seconds that DDP adds to the compute time of a step, after overlap; None if that was not measured."""
+    def ddp(self, bits: int = 32) -> float | None:
+        """Seconds that DDP adds to the compute time of a step, after overlap; None if that was not measured.
+
+        With fewer than 32 bits, it is DDP with `rumor.ddp_hook`.
+        """
+        ...
+
+    def step(self, method: str, is_elastic: bool = False) -> float | None:
+        """Seconds of a whole training step of a method, which is given as text; None if that was not measured."""
+        ...
+
+    def timed(self, bits: int) -> tuple[str, int] | None:
+        """The topology and the period of Gossip-PGA with so many bits, if its whole step was measured."""
         ...
 
     def note(self, topology: Topology) -> str | None:
@@ -185,7 +210,13 @@ class Link:
         work = self.coding * parameters if topology.has_links else 0.0
         return self.gossip(topology, coded_bytes(parameters, bits)) + work
 
-    def ddp(self) -> float | None:
+    def ddp(self, bits: int = 32) -> float | None:
+        return None
+
+    def step(self, method: str, is_elastic: bool = False) -> float | None:
+        return None
+
+    def timed(self, bits: int) -> tuple[str, int] | None:
         return None
 
     def note(self, topology: Topology) -> str | None:
@@ -203,6 +234,9 @@ class Measured:
         ddp_seconds: seconds that DistributedDataParallel adds to the compute time of a step; None if it was not measured. DDP overlaps
             its all-reduce with the backward pass, so this is less than `all_reduce_seconds`. It is the real cost of Parallel SGD.
         coded_seconds: seconds of one gossip step with one peer, and of one global average, by the number of bits of their codes.
+        coded_ddp_seconds: seconds that DDP with `rumor.ddp_hook` adds to the compute time of a step, by its number of bits.
+        step_seconds: seconds of whole training steps, by the method as text ("gossip_pga(ring, H=6, bits=4)"). They replace sums of parts.
+        elastic_seconds: the same in an elastic group.
 
     >>> seen = Measured(0.278, {"one-peer-exponential": 0.150})
     >>> seen.gossip(ring(32), bytes=102e6), seen.note(ring(32))
@@ -213,8 +247,16 @@ class Measured:
     gossip_seconds: Mapping[str, float]
     ddp_seconds: float | None = None
     coded_seconds: Mapping[int, tuple[float, float]] = field(default_factory=dict)
+    coded_ddp_seconds: Mapping[int, float] = field(default_factory=dict)
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    elastic_seconds: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for bits, seconds in self.coded_ddp_seconds.items():
+            check_number(f"coded_ddp_seconds[{bits}]", seconds, "seconds", zero=True)
+        for name, times in (("step_seconds", self.step_seconds), ("elastic_seconds", self.elastic_seconds)):
+            for method, seconds in times.items():
+                check_number(f"{name}[{method!r}]", seconds, "seconds")
         for bits, pair in self.coded_seconds.items():
             for seconds in pair:
                 check_number(f"coded_seconds[{bits}]", seconds, "seconds")
@@ -237,8 +279,17 @@ class Measured:
     def coded_gossip(self, topology: Topology, parameters: int, bits: int) -> float | None:
         return self.coded_seconds[bits][0] * degree(topology) if bits in self.coded_seconds else None
 
-    def ddp(self) -> float | None:
-        return self.ddp_seconds
+    def ddp(self, bits: int = 32) -> float | None:
+        return self.ddp_seconds if bits == 32 else self.coded_ddp_seconds.get(bits)
+
+    def step(self, method: str, is_elastic: bool = False) -> float | None:
+        return (self.elastic_seconds if is_elastic else self.step_seconds).get(method)
+
+    def timed(self, bits: int) -> tuple[str, int] | None:
+        for found in map(_TIMED.fullmatch, self.step_seconds):
+            if found and int(found[3] or 32) == bits:
+                return found[1].replace("_", "-"), int(found[2])
+        return None
 
     def gossip(self, topology: Topology, bytes: float) -> float:
         if not topology.has_links:

@@ -7,16 +7,17 @@ A step of Gossip-PGA takes
 
 t_compute, t_gossip and t_mean are the seconds of computing, of a gossip step and of an all-reduce. Parallel, Local and Gossip SGD are the
 cases H = 1, t_gossip = 0 and H = infinity. If a step of DDP was measured, Parallel SGD takes that time, since DDP has its own overlap.
-With codes of a few bits, t_gossip and t_mean include the time to encode and decode.
+With codes of a few bits, t_gossip and t_mean include the time to encode and decode. A whole step that was measured replaces the sum of
+its parts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rumor.cost.network import TOPOLOGIES, Network, Workload, coded_bytes, degree, kind
+from rumor.cost.network import TOPOLOGIES, Network, Workload, coded_bytes, degree, kind, method_text
 from rumor.engines.engine import uses_all_reduce
 from rumor.methods.gossip_pga import GossipPGA, gossip_pga, gossip_sgd, local_sgd
 from rumor.schedule import check_whole
@@ -44,6 +45,9 @@ class Prediction:
         transient_stage_iid: the same if all nodes draw from the same data.
         note: a remark about these numbers.
         bits: the number of bits of a number in a message.
+        delay: 1 if a message travels while the next step computes. There is such a row if its step was measured.
+        is_elastic: whether the step was measured in an elastic group.
+        is_measured: whether a whole step was measured. Otherwise `seconds` is the sum of its parts.
     """
 
     method: str
@@ -57,11 +61,25 @@ class Prediction:
     transient_stage_iid: float | None
     note: str | None = None
     bits: int = 32
+    delay: int = 0
+    is_elastic: bool = False
+    is_measured: bool = False
 
     @property
     def name(self) -> str:
         """The method, with its number of bits if its messages are codes."""
-        return self.method if self.bits == 32 else f"{self.method}, {self.bits} bits"
+        extra = ((f"{self.bits} bits", self.bits != 32), ("delay=1", self.delay == 1), ("elastic", self.is_elastic))
+        return ", ".join([self.method, *(text for text, is_so in extra if is_so)])
+
+    @property
+    def label(self) -> str:
+        """The name in tables and pictures. Parallel SGD is run as DDP."""
+        return self.name.replace("Parallel SGD", "DDP")
+
+    @property
+    def text(self) -> str:
+        """Gossip-PGA as text that `rumor.method` reads; the label of other methods."""
+        return method_text(self.topology, self.H or 1, self.bits, self.delay) if self.method == "Gossip-PGA" else self.label
 
     def stage(self, iid: bool = False) -> float:
         """The transient stage; infinite if there is no theory."""
@@ -107,6 +125,8 @@ def predict(
         topologies: the topologies to compare, each for n nodes; None means all of `TOPOLOGIES`.
         bits: 16, 8 or 4 add Parallel SGD, Local SGD and Gossip-PGA with such codes, if the network has times for them.
 
+    Gossip-PGA with another period, with delay=1, and in an elastic group has rows if these steps were measured.
+
     >>> from rumor.cost import Measured
     >>> rows = predict(32, Workload(25_500_000, 0.146, steps=18_768), Measured(0.278, {"one-peer-exponential": 0.150}), H=6)
     >>> [(row.method, round(row.hours, 2)) for row in rows[:4]]
@@ -127,7 +147,7 @@ def predict(
     rows = [*(each.parallel() for each in both), *(each.row("Local SGD", local_sgd(n, H), H) for each in both)]
     for topology in given:
         rows.append(times.row("Gossip SGD", gossip_sgd(topology), None))
-        rows.extend(each.row("Gossip-PGA", gossip_pga(topology, H), H) for each in both)
+        rows.extend(row for each in both for row in each.gossip_pga(topology, H))
         rows.extend(times.row("Gossip-AGA", gossip_pga(topology, end), end) for end in (H_init, H_max))
         rows.append(times.row("OSGP", gossip_sgd(topology), None))
     return rows
@@ -168,28 +188,56 @@ class Times:
     def parallel(self) -> Prediction:
         """Parallel SGD with DDP, which sends gradients in the precision of the parameters."""
         compute, (mean, sent) = self.workload.compute, self._all_reduce(self.workload.bytes)
-        ddp = self.network.ddp() if self.n > 1 and self.bits == 32 else None
+        ddp = self.network.ddp(self.bits) if self.n > 1 else None
         seconds, overlapped = (compute + mean, max(compute, mean)) if ddp is None else (compute + ddp, compute + ddp)
-        return Prediction("Parallel SGD", None, 1, seconds, overlapped, sent, self._hours(seconds), 0.0, 0.0, bits=self.bits)
+        return Prediction(
+            "Parallel SGD", None, 1, seconds, overlapped, sent, self._hours(seconds), 0.0, 0.0, bits=self.bits, is_measured=ddp is not None
+        )
 
     def row(self, method: str, algorithm: GossipPGA, H: int | None) -> Prediction:
         compute, share = self.workload.compute, 0.0 if H is None else 1 / H  # share of the steps that are global
         gossip, sent = self.gossip(algorithm.topology)
         seconds = (1 - share) * (compute + gossip) + share * (compute + self.mean)
+        overlapped = (1 - share) * max(compute, gossip) + share * max(compute, self.mean)
+        measured = None
+        if method == "Gossip-PGA" and H is not None:
+            measured = self.network.step(method_text(kind(algorithm.topology), H, self.bits))
+            seconds = max(self._from_timed(algorithm.topology, H, seconds), overlapped) if measured is None else measured
         has_neighbors, has_theory = method != "Local SGD", method != "OSGP"
         return Prediction(
             method,
             topology=kind(algorithm.topology) if has_neighbors else None,
             H=H,
             seconds=seconds,
-            seconds_overlapped=(1 - share) * max(compute, gossip) + share * max(compute, self.mean),
+            seconds_overlapped=min(seconds, overlapped),
             bytes=(1 - share) * sent + share * self.mean_bytes,
             hours=self._hours(seconds),
             transient_stage=transient_stage(algorithm) if has_theory else None,
             transient_stage_iid=transient_stage(algorithm, iid=True) if has_theory else None,
             note=self.network.note(algorithm.topology) if has_neighbors else None,
             bits=self.bits,
+            is_measured=measured is not None,
         )
+
+    def _from_timed(self, topology: Topology, H: int, otherwise: float) -> float:
+        """Seconds of a step, from the whole step that was measured with another period, if there is one."""
+        name, timed = self.network.timed(self.bits) or (None, H)
+        whole = self.network.step(method_text(kind(topology), timed, self.bits)) if name == kind(topology) else None
+        return otherwise if whole is None else whole + (1 / H - 1 / timed) * (self.mean - self.gossip(topology)[0])
+
+    def gossip_pga(self, topology: Topology, H: int) -> list[Prediction]:
+        """Gossip-PGA with period H, and those steps of it that were measured: with another period, with delay=1, in an elastic group."""
+        rows = []
+        name, timed = self.network.timed(self.bits) or (None, H)
+        for period in dict.fromkeys((H, timed if name == kind(topology) else H)):
+            plain = self.row("Gossip-PGA", gossip_pga(topology, period), period)
+            rows += [plain] if period == H or plain.is_measured else []
+            for delay, is_elastic in ((1, False), (0, True)):
+                seconds = self.network.step(method_text(kind(topology), period, self.bits, delay), is_elastic)
+                if seconds is not None:
+                    row = replace(plain, seconds=seconds, hours=self._hours(seconds), delay=delay, is_elastic=is_elastic, is_measured=True)
+                    rows.append(replace(row, seconds_overlapped=min(seconds, plain.seconds_overlapped)))
+        return rows
 
     def _hours(self, seconds: float) -> float:
         return seconds * self.workload.steps / 3600

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rumor.cost.network import Network, Workload, degree, kind
+from rumor.cost.network import Network, Workload, degree, kind, method_text
 from rumor.cost.prediction import GLOBAL_SHARE, Prediction
 from rumor.topology import Topology
 
 WORTH_IT = 0.10  # Parallel SGD is the better choice up to this much slower
 SAME_ORDER = 2.0  # transient stages are without constants: below this ratio they count as equally long
+DELAY_MISSES = "delay=1 missed the target accuracy in 1 run of 5 (docs/performance.md)"
 LONGEST = 64  # the longest period to recommend (Gossip-AGA's own limit)
 
 
@@ -28,6 +29,7 @@ class Comparison:
         longest: the longest period allowed.
         bits: the number of bits of a number in a message.
         plain: the same candidates with messages in float32, if these have fewer bits.
+        coded_parallel: Parallel SGD with codes, if there are times for it.
     """
 
     workload: Workload
@@ -43,6 +45,7 @@ class Comparison:
     iid: bool
     bits: int = 32
     plain: Comparison | None = None
+    coded_parallel: Prediction | None = None
 
     @property
     def H(self) -> int:
@@ -59,52 +62,62 @@ def takes_parallel(compared: Comparison) -> bool:
     return compared.parallel.seconds <= (1 + WORTH_IT) * compared.best.seconds or compared.H == 1
 
 
-def why_parallel(compared: Comparison) -> str:
+def takes_own_parallel(compared: Comparison) -> bool:
+    """Whether Rumor's own Parallel SGD is clearly faster than DDP, which was timed."""
+    return compared.H == 1 and compared.parallel.is_measured and compared.parallel.seconds > (1 + WORTH_IT) * compared.best.seconds
+
+
+def why(compared: Comparison) -> str:
+    """The reason for the recommendation."""
+    if not takes_parallel(compared):
+        return _why_gossip_pga(compared)
+    if takes_own_parallel(compared):
+        return (
+            f"an all-reduce takes {milliseconds(compared.mean)} and a gossip step "
+            f"{milliseconds(compared.gossip - compared.workload.compute)}, so averaging all nodes at every step costs no more. DDP was "
+            f"timed at {milliseconds(compared.parallel.seconds)}, but rumor.parallel_sgd takes only {milliseconds(compared.best.seconds)}"
+        )
     if compared.plain is not None:
         return _why_coded_parallel(compared, compared.plain)
-    if compared.best.seconds < compared.parallel.seconds and compared.H == 1:
-        return (
-            f"an all-reduce takes {_ms(compared.mean)} and a gossip step {_ms(compared.gossip - compared.workload.compute)}, so averaging "
-            f"all nodes at every step costs no more. DDP was timed at {_ms(compared.parallel.seconds)}, but rumor.parallel_sgd takes only "
-            f"{_ms(compared.best.seconds)}"
-        )
     other, seconds = f"that of Gossip-PGA ({compared.best.topology}, H = {compared.H}", compared.best.seconds
     if compared.H == 1:  # Gossip-PGA with H = 1 is Parallel SGD, so compare with a gossip step, which is within the 10 % as well
         other, seconds = f"a gossip step ({compared.best.topology}", compared.gossip
     slower = compared.parallel.seconds / seconds - 1
     how = f"only {slower:.1%} slower than" if slower > 0.0005 else "no slower than"
     is_fast = compared.parallel.seconds <= 1.5 * compared.workload.compute
-    why = "The network is fast compared with the computation" if is_fast else "An all-reduce costs little more than gossip here"
-    form = "Its usual form is DistributedDataParallel, which also hides part of the all-reduce"
-    if compared.network.ddp() is not None:
-        why = why if is_fast else "DDP hides much of its all-reduce behind the backward pass"
-        without = _ms(compared.workload.compute + compared.mean)
-        form = f"Run it as DistributedDataParallel, as it was timed: rumor.parallel_sgd does not overlap, and would take {without}"
-    return f"its step of {_ms(compared.parallel.seconds)} is {how} {other}: {_ms(seconds)}), and it is exact. {why}. {form}"
+    cause = "The network is fast compared with the computation" if is_fast else "An all-reduce costs little more than gossip here"
+    if compared.parallel.is_measured and not is_fast:
+        cause = "DDP hides much of its all-reduce behind the backward pass"
+    hidden = "" if compared.parallel.is_measured else ". DDP also hides part of the all-reduce, which is not counted here"
+    return (
+        f"its step of {milliseconds(compared.parallel.seconds)} is {how} {other}: {milliseconds(seconds)}), and it is exact. "
+        f"{cause}{hidden}"
+    )
 
 
 def _why_coded_parallel(compared: Comparison, plain: Comparison) -> str:
     hook = f"ddp.register_comm_hook(rumor.ddp_hook_state(bits={compared.bits}), rumor.ddp_hook)"
+    is_slower = compared.best.seconds > compared.parallel.seconds
     return (
-        f"{_why_codes(compared, plain, compared.parallel)} Gossip would hardly be faster: {_ms(compared.best.seconds)}. In "
-        f"DistributedDataParallel, use rumor.ddp_hook, which also overlaps: {hook}"
+        f"{_why_codes(compared, plain, compared.parallel)} Gossip {'is not' if is_slower else 'would hardly be'} faster: "
+        f"{milliseconds(compared.best.seconds)}. The line to add is {hook}"
     )
 
 
 def _why_codes(compared: Comparison, plain: Comparison, chosen: Prediction) -> str:
     parallel, same = plain.parallel.seconds, plain.parallel if chosen.method == "Parallel SGD" else plain.best
-    without = "" if same is plain.parallel else f" ({same.method} in float32: {_ms(same.seconds)})"
+    without = "" if same is plain.parallel else f" ({same.method} in float32: {milliseconds(same.seconds)})"
     return (
-        f"with messages of {compared.bits} bits, its step takes {_ms(chosen.seconds)}, {1 - chosen.seconds / parallel:.0%} less than the "
-        f"{_ms(parallel)} of Parallel SGD in float32{without}."
+        f"with messages of {compared.bits} bits, its step takes {milliseconds(chosen.seconds)}, {1 - chosen.seconds / parallel:.0%} less "
+        f"than the {milliseconds(parallel)} of DDP in float32{without}."
     )
 
 
-def why_gossip_pga(compared: Comparison) -> str:
+def _why_gossip_pga(compared: Comparison) -> str:
     H, best = compared.H, compared.best.seconds
     shorter = f" (H = {H - 1}: {_percent(compared.added * H / (H - 1))})" if H > 1 and compared.added <= GLOBAL_SHARE else ""
     parallel = compared.parallel.seconds
-    start = f"its step takes {_ms(best)}, {1 - best / parallel:.0%} less than Parallel SGD's {_ms(parallel)}."
+    start = f"its step takes {milliseconds(best)}, {1 - best / parallel:.0%} less than DDP's {milliseconds(parallel)}."
     if compared.plain is not None:
         start = _why_codes(compared, compared.plain, compared.best)
     return (
@@ -116,13 +129,16 @@ def why_gossip_pga(compared: Comparison) -> str:
 def _why_topology(compared: Comparison) -> str:
     messages = degree(compared.topology)
     name = f"{kind(compared.topology)} ({messages:g} message{'s' * (messages != 1)} per step)"
+    took = "" if compared.best.is_measured else f", {milliseconds(compared.gossip)}"  # a sum of parts, which would not fit to a whole step
     if compared.gossip <= compared.fastest_gossip:
-        return f"{name} has the fastest gossip step, {_ms(compared.gossip)}."
-    return f"{name} has a gossip step of {_ms(compared.gossip)}, close to the fastest, and a much shorter transient stage."
+        return f"{name} has the fastest gossip step{took}."
+    return f"{name} has a gossip step{took and ' of' + took[1:]} close to the fastest, and a much shorter transient stage."
 
 
 def _why_not_local(compared: Comparison) -> str:
-    start = f"Local SGD with the same H would take {_ms(compared.local.seconds)}"
+    if compared.local.seconds >= compared.best.seconds:  # a sum of parts, and above a measured step
+        return "Local SGD with the same H would not be faster"
+    start = f"Local SGD with the same H would take {milliseconds(compared.local.seconds)}"
     theirs, ours = compared.local.stage(compared.iid), compared.best.stage(compared.iid)
     if theirs > SAME_ORDER * ours:
         instead = f"of {ours:.1e}" if ours else "of none at all"
@@ -136,11 +152,11 @@ def _why_not_local(compared: Comparison) -> str:
 
 def notes(compared: Comparison) -> tuple[str, ...]:
     """Remarks on the recommendation."""
-    is_parallel = takes_parallel(compared)
-    found = [] if is_parallel else [*_note_on_period(compared)]
-    found += _notes_on_overlap(compared)
-    if compared.best.note and not is_parallel:
-        found.append(f"{compared.best.topology}: {compared.best.note}")
+    found = [*_note_on_unmeasured_ddp(compared), *_note_on_delay(compared)]
+    if not takes_parallel(compared):
+        found += [*_note_on_elastic(compared), _note_on_adam(compared), *_note_on_period(compared)]
+        if compared.best.note:
+            found.append(f"{compared.best.topology}: {compared.best.note}")
     if compared.workload.bytes_per_parameter < 4 and compared.bits == 32:
         found.append(
             "gossip sends the parameters in their own precision; global rounds sum in float32, and so they send 4 bytes per parameter"
@@ -151,7 +167,7 @@ def notes(compared: Comparison) -> tuple[str, ...]:
 def _note_on_period(compared: Comparison) -> list[str]:
     if compared.added <= GLOBAL_SHARE + 1e-9:
         return []
-    slow = f"an all-reduce takes {_ms(compared.mean)}, so global rounds still add {_percent(compared.added)} at H = {compared.H}"
+    slow = f"an all-reduce takes {milliseconds(compared.mean)}, so global rounds still add {_percent(compared.added)} at H = {compared.H}"
     bound = "the longest allowed (max_period)" if compared.longest < LONGEST else "the longest recommended"
     n, gossip = compared.topology.n, compared.gossip - compared.workload.compute
     rounds = max(1, (n - 1).bit_length())  # ceil(log2 n), the length of a one-peer cycle
@@ -160,28 +176,52 @@ def _note_on_period(compared: Comparison) -> list[str]:
         left = compared.topology.contraction(rounds)
         exact = f"leaves {left:.0%} of the disagreement" if left else "is just as exact"
         instead = (
-            f"use average_rounds={rounds}, which replaces the all-reduce by {rounds} gossip steps, takes {_ms(rounds * gossip)} and "
-            f"{exact}; or "
+            f"use average_rounds={rounds}, which replaces the all-reduce by {rounds} gossip steps, takes {milliseconds(rounds * gossip)} "
+            f"and {exact}; or "
         )
     return [f"{slow}, {bound}. To reduce this, {instead}use gossip_aga, which lets the period grow as the loss falls"]
 
 
-def _notes_on_overlap(compared: Comparison) -> list[str]:
+def _note_on_unmeasured_ddp(compared: Comparison) -> list[str]:
     parallel, best = (compared.plain or compared).parallel, compared.best
-    if compared.network.ddp() is None and parallel.seconds > (1 + WORTH_IT) * best.seconds >= parallel.seconds_overlapped:
-        return [
-            f"all times are without overlap. If DDP can hide its whole all-reduce behind the backward pass, its step takes "
-            f"{_ms(parallel.seconds_overlapped)} (Gossip-PGA with delay=1: {_ms(best.seconds_overlapped)}). Time DDP before you decide"
-        ]
-    if compared.network.ddp() is not None and compared.H > 1 and parallel.seconds > (1 + WORTH_IT) * best.seconds_overlapped:
-        return [
-            f"DDP's time includes overlap, Gossip-PGA's time does not. With delay=1, Gossip-PGA ({best.topology}, H = {best.H}) takes "
-            f"{_ms(best.seconds_overlapped)} at best"
-        ]
-    return []
+    if parallel.is_measured or not parallel.seconds > (1 + WORTH_IT) * best.seconds >= parallel.seconds_overlapped:
+        return []
+    return [
+        f"DDP was not timed. If it hid its whole all-reduce behind the backward pass, its step would take "
+        f"{milliseconds(parallel.seconds_overlapped)}, and there would be nothing to gain. `rumor probe` times it"
+    ]
 
 
-def _ms(seconds: float) -> str:
+def _note_on_delay(compared: Comparison) -> list[str]:
+    """delay=1 is faster, but not as good: so it is never recommended."""
+    best, is_parallel = compared.best, takes_parallel(compared)
+    chosen = min(compared.parallel.seconds, best.seconds) if is_parallel else best.seconds
+    measured = compared.network.step(method_text(best.topology, compared.H, best.bits, delay=1))
+    seconds = best.seconds_overlapped if measured is None else measured
+    if chosen <= (1 + WORTH_IT) * seconds or (is_parallel and measured is None):
+        return []
+    how = f"a step of {milliseconds(seconds)}" if measured is not None else f"{milliseconds(seconds)} at best"
+    return [f"{best.text[:-1]}, delay=1) is faster, {how}, but not as good: {DELAY_MISSES}"]
+
+
+def _note_on_elastic(compared: Comparison) -> list[str]:
+    text = compared.best.text
+    fixed, elastic = compared.network.step(text), compared.network.step(text, is_elastic=True)
+    if fixed is None or elastic is None:
+        return []
+    return [f"in an elastic group, where nodes may die and join (rumor.elastic), this step takes {milliseconds(elastic)}"]
+
+
+def _note_on_adam(compared: Comparison) -> str:
+    plain, coded = (compared.plain or compared).parallel, compared.coded_parallel
+    form, seconds = "DDP", plain.seconds
+    if coded is not None and coded.seconds < plain.seconds:
+        form, seconds = f"DDP with {coded.bits} bits (rumor.ddp_hook)", coded.seconds
+    return f"this is for SGD. With Adam or AdamW, take {form}, {milliseconds(seconds)} a step: see docs/choosing.md"
+
+
+def milliseconds(seconds: float) -> str:
+    """Formats a time in milliseconds, or in seconds if it is long."""
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 

@@ -1,29 +1,31 @@
 """Recommends a method, a topology and a period, by these rules:
 
-1. Take Parallel SGD if its step is at most 10 % slower than the best Gossip-PGA. It is exact, and there is little to gain.
+1. Take DDP (Parallel SGD) if its step is at most 10 % slower than the best Gossip-PGA. It is exact, and there is little to gain.
 2. Otherwise take Gossip-PGA on the topology with the fastest gossip step. If several are within 2 %, take the one with the shortest
    transient stage. If transient stages are within a factor of 2 (they are orders of magnitude), take the one that sends the least.
 3. Take the smallest H at which global rounds add at most 10 % to a gossip step. A longer period would hardly be faster, but have a
    longer transient stage.
-4. Send codes of 4 bits if that makes a step at least 10 % faster. If Parallel SGD with such codes is then within 10 % of Gossip-PGA, take
-   it: it needs no gossip.
+   If `rumor probe` has measured a whole step, its topology and period are taken: it has applied these rules.
+4. Send codes of 4 bits if that makes a step at least 10 % faster. If DDP with such codes is then within 10 % of Gossip-PGA, take it: it
+   needs no gossip.
 
 Gossip SGD is Gossip-PGA without the global rounds: at most 10 % faster, with a longer transient stage. Local SGD sends the least, but
-needs the most steps to catch up with Parallel SGD.
+needs the most steps to catch up with Parallel SGD. `delay=1` is faster, but less accurate, so it is mentioned and not recommended.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rumor.cost.network import TOPOLOGIES, Network, Workload, kind
+from rumor.cost.network import TOPOLOGIES, Measured, Network, Workload, kind
 from rumor.cost.prediction import Prediction, Times, period_for, predict, times_with
-from rumor.cost.reasons import LONGEST, SAME_ORDER, WORTH_IT, Comparison, notes, takes_parallel, why_gossip_pga, why_parallel
+from rumor.cost.reasons import LONGEST, SAME_ORDER, WORTH_IT, Comparison, milliseconds, notes, takes_own_parallel, takes_parallel, why
 from rumor.methods.gossip_pga import gossip_pga, local_sgd
 from rumor.schedule import check_whole
 from rumor.topology import Topology
 
 FEWEST_BITS = 4  # as accurate as float32 on CIFAR-10 (docs/networks.md)
+LONGEST_TIMED = 12  # the longest period whose whole steps `rumor probe` measures, because a longer one would take long
 TIE = 0.02  # gossip steps within this share of each other count as equally fast
 
 
@@ -35,11 +37,14 @@ class Recommendation:
         method: "Parallel SGD" or "Gossip-PGA".
         topology: the topology in the spelling of the command line; None for Parallel SGD.
         H: the period; 1 for Parallel SGD.
-        seconds: seconds of a step, without overlap.
+        seconds: seconds of a step: measured if it was, else without overlap.
         call: the Python expression of the algorithm to pass to `rumor.Averager`.
         reason: the reason, in words.
         notes: further remarks.
         bits: the number of bits of a number in a message.
+        text: the method in the form that `rumor.method` reads, or "DDP", with its hook if that is recommended.
+        sentence: the recommendation in one sentence, with the method that it is compared with.
+        basis: what is measured, and what is predicted, of the times in this sentence.
     """
 
     method: str
@@ -50,6 +55,9 @@ class Recommendation:
     reason: str
     notes: tuple[str, ...] = ()
     bits: int = 32
+    text: str = ""
+    sentence: str = ""
+    basis: str = ""
 
 
 def recommend(
@@ -83,20 +91,80 @@ def recommend(
             check_whole(name, value, 1)
     if n == 1:
         seconds = predict(n, workload, network)[0].seconds
-        return Recommendation("Parallel SGD", None, 1, seconds, "rumor.parallel_sgd(1)", "there is only one node")
-    longest = min(LONGEST, max_period or LONGEST)
+        alone = "there is only one node"
+        return Recommendation(
+            "Parallel SGD", None, 1, seconds, "rumor.parallel_sgd(1)", alone, text="parallel_sgd", sentence=f"Take plain training: {alone}"
+        )
+    compared = _chosen(n, workload, network, H, min(LONGEST, max_period or LONGEST), iid, bits)
+    with_bits, is_parallel = "" if compared.bits == 32 else f", bits={compared.bits}", takes_parallel(compared)
+    name = kind(compared.topology)
+    call = f"rumor.gossip_pga(rumor.{name.replace('-', '_')}({n}), H={compared.H}{with_bits})"
+    row, text, other = compared.best, compared.best.text, (compared.plain or compared).parallel
+    if takes_own_parallel(compared):
+        text = f"parallel_sgd(bits={compared.bits})" if with_bits else "parallel_sgd"
+    elif is_parallel and with_bits:
+        row, text = compared.parallel, f"DDP with {compared.bits} bits (rumor.ddp_hook)"
+    elif is_parallel:
+        row, text, other = compared.parallel, "DDP", compared.best
+    if is_parallel:
+        call = f"rumor.parallel_sgd({n}{with_bits})"
+    is_same = other.H == row.H == 1 and text == "DDP"  # Gossip-PGA with H = 1 is Parallel SGD
+    against = "" if is_same else f", {other.text} {milliseconds(other.seconds)}"
+    return Recommendation(
+        "Parallel SGD" if is_parallel else "Gossip-PGA",
+        topology=None if is_parallel else name,
+        H=1 if is_parallel else compared.H,
+        seconds=row.seconds,
+        call=call,
+        reason=why(compared),
+        notes=notes(compared),
+        bits=compared.bits,
+        text=text,
+        sentence=f"Take {text}: {milliseconds(row.seconds)} a step{against}",
+        basis=_basis([row, other] if against else [row], network),
+    )
+
+
+def gossip_to_compare(n: int, workload: Workload, network: Network, bits: int = 32, max_period: int | None = None) -> tuple[str, int]:
+    """The topology and the period (at least 2) of the best Gossip-PGA with so many bits, also where DDP is recommended."""
+    times = times_with(n, workload, network, bits) or Times(n, workload, network)
+    compared = _compare(times, None, min(LONGEST, max_period or LONGEST), iid=False)
+    return kind(compared.topology), max(2, compared.H)
+
+
+def _chosen(n: int, workload: Workload, network: Network, H: int | None, longest: int, iid: bool, bits: int) -> Comparison:
+    """Compares the methods in float32, and with codes if they pay (rule 4)."""
     compared = _compare(Times(n, workload, network), H, longest, iid)
     if (with_codes := times_with(n, workload, network, bits)) is not None:
         coded = _compare(with_codes, H, longest, iid, plain=compared)
+        compared = replace(compared, coded_parallel=coded.parallel)
         if min(coded.best.seconds, coded.parallel.seconds) * (1 + WORTH_IT) <= min(compared.best.seconds, compared.parallel.seconds):
-            compared = coded
-    with_bits = "" if compared.bits == 32 else f", bits={compared.bits}"
-    if takes_parallel(compared):
-        call, seconds = f"rumor.parallel_sgd({n}{with_bits})", min(compared.parallel.seconds, compared.best.seconds)
-        return Recommendation("Parallel SGD", None, 1, seconds, call, why_parallel(compared), notes(compared), compared.bits)
-    call = f"rumor.gossip_pga(rumor.{kind(compared.topology).replace('-', '_')}({n}), H={compared.H}{with_bits})"
-    name, reason, seconds = kind(compared.topology), why_gossip_pga(compared), compared.best.seconds
-    return Recommendation("Gossip-PGA", name, compared.H, seconds, call, reason, notes(compared), compared.bits)
+            compared = replace(coded, coded_parallel=coded.parallel)
+    return compared
+
+
+def _basis(rows: list[Prediction], network: Network) -> str:
+    if not isinstance(network, Measured):
+        return f"{'both times are' if len(rows) > 1 else 'this time is'} predicted, without overlap"
+    found = [(milliseconds(row.seconds), _source(row, network)) for row in rows]
+    if len(found) == 2 and found[0][1] == found[1][1]:
+        return "both are measured steps" if rows[0].is_measured else "both are sums of measured parts"
+    return ", ".join(f"{time}{'' if i else ' is'} {source}" for i, (time, source) in enumerate(found))
+
+
+def _source(row: Prediction, network: Network) -> str:
+    name, H = network.timed(row.bits) or (None, 0)
+    if row.is_measured:
+        return "a measured step"
+    return f"from a measured step with H = {H}" if name == row.topology and row.topology else "the sum of measured parts"
+
+
+def _period(times: Times, gossip: float, timed: tuple[str, int] | None) -> int:
+    """The period by rule 3; or the one whose step was measured, unless that was cut short."""
+    H = period_for(times.workload.compute, gossip, times.mean)
+    if timed is None:
+        return H
+    return timed[1] if timed[1] < LONGEST_TIMED else max(timed[1], H)
 
 
 def _compare(times: Times, given: int | None, longest: int, iid: bool, plain: Comparison | None = None) -> Comparison:
@@ -105,9 +173,12 @@ def _compare(times: Times, given: int | None, longest: int, iid: bool, plain: Co
     gossip = {topology: times.gossip(topology)[0] for topology in (build(n) for build in TOPOLOGIES.values())}
     fastest = compute + min(gossip.values())
     candidates: list[tuple[Topology, Prediction]] = []
+    timed = times.network.timed(times.bits)
+    if timed is not None:  # rumor probe has chosen this topology by the same rule
+        gossip = {topology: seconds for topology, seconds in gossip.items() if kind(topology) == timed[0]} or gossip
     for topology, seconds in gossip.items():
-        if compute + seconds <= (1 + TIE) * fastest:
-            H = given or min(longest, period_for(compute, seconds, times.mean))
+        if compute + seconds <= (1 + TIE) * fastest or timed is not None:
+            H = given or min(longest, _period(times, seconds, timed))
             candidates.append((topology, times.row("Gossip-PGA", gossip_pga(topology, H), H)))
     shortest = min(best.stage(iid) for _, best in candidates)
     topology, best = min((pair for pair in candidates if pair[1].stage(iid) <= SAME_ORDER * shortest), key=lambda pair: pair[1].bytes)

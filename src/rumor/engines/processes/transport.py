@@ -265,9 +265,10 @@ def ranks_of(group: Group) -> list[int]:
 
 
 def group_like(group: Group | None) -> Group:
-    """Return a new group of the same ranks and the same kind, whose messages never meet those of others. A collective."""
-    ranks = dist.get_process_group_ranks(group or dist.distributed_c10d._get_default_group())
-    found = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=True)
+    """Return a new group of the same ranks, kind and time-out, whose messages never meet those of others. A collective."""
+    like, backend = group or dist.distributed_c10d._get_default_group(), dist.get_backend(group)
+    timeout = like._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options._timeout  # else it would be half an hour
+    found = dist.new_group(dist.get_process_group_ranks(like), timeout, backend, use_local_synchronization=True)
     assert isinstance(found, Group)  # this rank is among them
     return found
 

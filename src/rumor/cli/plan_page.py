@@ -1,0 +1,111 @@
+"""What `rumor plan` prints: the inputs, a table that fits the terminal, and the recommendation."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+
+from rumor.cli.table import columns, fitted, paragraph
+from rumor.cli.units import show_bytes, show_count, show_seconds
+from rumor.cost import Measured, Network, Prediction, Recommendation, Workload
+
+LESS_NEEDED = ("at best", "sent", "transient", "hours")  # columns that a narrow terminal has no room for, the first ones first
+LEGEND = {  # by column
+    "at best": "with perfect overlap (delay=1, or DDP's buckets), where OSGP is between `step` and this.",
+    "sent": "bytes that the busiest node sends per step.",
+    "transient": "order of the steps before the method is as good as DDP, {data}. Compare rows by it; it is not a number of steps.",
+    "<": "recommended. Gossip-AGA moves between its two rows. SlowMo costs as much as Gossip-PGA.",
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The cluster and the workload to plan for.
+
+    Attributes:
+        source: where the times come from.
+        measured_by: who has measured or predicted them, for the end of a sentence.
+    """
+
+    n: int
+    workload: Workload
+    network: Network
+    source: str
+    measured_by: str
+
+
+def json_page(inputs: Inputs, rows: list[Prediction], advice: Recommendation) -> str:
+    """Returns what `rumor plan --json` prints."""
+    network = {"kind": type(inputs.network).__name__.lower(), **asdict(inputs.network)}  # type: ignore[call-overload]
+    found = {
+        "n": inputs.n,
+        "workload": asdict(inputs.workload),
+        "network": network,
+        "recommendation": asdict(advice),
+        "predictions": [asdict(row) for row in rows],
+    }
+    return json.dumps(found, indent=1)
+
+
+def page(inputs: Inputs, rows: list[Prediction], chosen: Prediction | None, advice: Recommendation, iid: bool) -> str:
+    """Returns what `rumor plan` prints."""
+    w = inputs.workload
+    head = (
+        f"{inputs.n} nodes, {show_count(w.parameters)} parameters of {w.bytes_per_parameter:g} bytes ({show_bytes(w.bytes)}), "
+        f"{show_seconds(w.compute)} of computing, {w.steps:,} steps; {inputs.source}"
+    )
+    text, left_out = fitted(*_table(rows, chosen, iid), LESS_NEEDED, columns(sys.stdout))
+    lines = [paragraph(head), "", text, "", *(paragraph(line) for line in _legend(rows, iid, inputs.network, left_out)), ""]
+    return "\n".join([*lines, *advice_lines(advice, inputs.measured_by), *map(_remark, advice.notes)])
+
+
+def advice_lines(advice: Recommendation, measured_by: str) -> list[str]:
+    """The recommendation: one sentence, what it was measured by, and why."""
+    lines = [f"{advice.basis}, {measured_by}", f"why: {advice.reason}"] if advice.basis else []
+    return [paragraph(f"{advice.sentence}."), *map(_remark, lines)]
+
+
+def _remark(text: str) -> str:
+    return paragraph(f"  {_capital(text)}.", "    ")
+
+
+def _capital(text: str) -> str:
+    """A sentence begins with a capital letter, unless it begins with a name of Rumor."""
+    return text if "(" in text.split(" ")[0] or text.startswith("delay") else text[0].upper() + text[1:]
+
+
+def _legend(rows: list[Prediction], iid: bool, network: Network, left_out: list[str]) -> list[str]:
+    step = "measured as a whole; ~ if it is the sum of its parts, without overlap."
+    if not any(row.is_measured for row in rows):
+        step = "the sum of its measured parts, without overlap." if isinstance(network, Measured) else "predicted, without overlap."
+    data = "if all nodes draw from the same data (iid)" if iid else "if the nodes' data differ (non-iid)"
+    lines = [f"{name}: {text.format(data=data)}" for name, text in {"step": step, **LEGEND}.items() if name not in left_out]
+    if left_out:
+        lines.append(f"Left out at {columns(sys.stdout)} columns: {', '.join(left_out)}.")
+    notes = dict.fromkeys(f"{row.topology}: {row.note}" for row in rows if row.note)
+    return [*lines, *(f"* {note}" for note in notes)]
+
+
+def _table(rows: list[Prediction], chosen: Prediction | None, iid: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The head and the lines. A line with a topology alone is above its rows."""
+    head = ("method", "H", "step", "at best", "sent", "hours", "transient", "")
+    has_measured, lines, last = any(row.is_measured for row in rows), list[tuple[str, ...]](), None
+    for row in rows:
+        if row.topology != last:
+            lines += [(), (f"{row.topology}{'*' if row.note else ''}",)]
+        stage = row.transient_stage_iid if iid else row.transient_stage
+        lines.append(
+            (
+                f"  {row.label}",
+                "-" if row.H is None else str(row.H),
+                f"{'~' if has_measured and not row.is_measured else ''}{show_seconds(row.seconds)}",
+                show_seconds(row.seconds_overlapped),
+                show_bytes(row.bytes),
+                f"{row.hours:.2f}" if row.hours < 1000 else f"{row.hours:,.0f}",
+                "-" if stage is None else f"{stage:.1e}" if stage else "0",
+                "<" if row is chosen else "",
+            )
+        )
+        last = row.topology
+    return head, lines

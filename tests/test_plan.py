@@ -1,0 +1,155 @@
+"""What `rumor plan` recommends, from steps that were measured as a whole; and how it prints at any width."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rumor
+from rumor.cli import main
+from rumor.cost import Link, Measured, Recommendation, Workload, predict, recommend
+
+ROOT = Path(__file__).parent.parent
+WORK = Workload(1_000_000, compute=0.1)
+FLOAT32, CODED = "gossip_pga(one_peer_exponential, H=6)", "gossip_pga(one_peer_exponential, H=3, bits=4)"
+
+
+def delayed(text: str) -> str:
+    return f"{text[:-1]}, delay=1)"
+
+
+def measured(ddp: float = 0.25, hook: float = 0.15, plain: float = 0.22, coded: float = 0.11, **more: Any) -> Measured:
+    """Times of whole steps, of a network whose parts would recommend the same."""
+    steps = {FLOAT32: plain, delayed(FLOAT32): 0.9 * plain, CODED: coded, delayed(CODED): 0.7 * coded}
+    options = {"coded_seconds": {4: (0.01, 0.03)}, "step_seconds": steps, "elastic_seconds": {CODED: 0.112}, **more}
+    return Measured(0.15, {"one-peer-exponential": 0.1}, ddp - 0.1, coded_ddp_seconds={4: hook - 0.1}, **options)
+
+
+def said(advice: Recommendation) -> str:
+    return " ".join([advice.sentence, advice.basis, advice.reason, *advice.notes])
+
+
+def test_the_fastest_measured_step_is_recommended_in_one_sentence() -> None:
+    advice = recommend(4, WORK, measured())
+    assert advice.sentence == "Take gossip_pga(one_peer_exponential, H=3, bits=4): 110 ms a step, DDP 250 ms"
+    assert advice.basis == "both are measured steps"
+    assert (advice.method, advice.topology, advice.H, advice.bits, advice.seconds) == ("Gossip-PGA", "one-peer-exponential", 3, 4, 0.11)
+
+
+def test_the_method_of_the_sentence_is_text_that_rumor_reads() -> None:
+    for network in (measured(), measured(coded=0.5, hook=0.5, plain=0.12), Link(1e6), Measured(0.278, {"ring": 0.15})):
+        advice = recommend(8, WORK, network)
+        assert f"Take {advice.text}: " in advice.sentence
+        algorithm = rumor.method(advice.text)
+        assert algorithm.bind(8) == eval(advice.call), "the text and the Python expression are the same method"
+    own = recommend(4, WORK, Measured(0.05, {"one-peer-exponential": 0.06}, ddp_seconds=0.5))
+    assert own.text == "parallel_sgd"
+    assert rumor.method(own.text).bind(4) == rumor.parallel_sgd(4)
+
+
+def test_measured_steps_count_more_than_sums_of_parts() -> None:
+    """By its parts a step with 4 bits takes 0.12 s. As a whole it took 0.24 s, and DDP 0.25 s."""
+    advice = recommend(4, WORK, measured(coded=0.24, hook=0.26, plain=0.24))
+    assert (advice.text, advice.seconds) == ("DDP", pytest.approx(0.25))
+    assert "gossip_pga(one_peer_exponential, H=6) 240 ms" in advice.sentence
+
+
+def test_ddp_with_the_hook_is_recommended_where_it_is_as_fast() -> None:
+    advice = recommend(4, WORK, measured(hook=0.115))
+    assert advice.sentence == "Take DDP with 4 bits (rumor.ddp_hook): 115 ms a step, DDP 250 ms"
+    assert "rumor.ddp_hook_state(bits=4)" in advice.reason
+    assert "Adam" not in said(advice), "it is the advice for Adam, too"
+
+
+def test_delay_is_shown_and_never_recommended() -> None:
+    for network in (measured(), measured(coded=0.24, hook=0.26, plain=0.24)):
+        advice = recommend(4, WORK, network)
+        assert "delay" not in advice.text
+        rows = predict(4, WORK, network, H=3, bits=4)
+        assert {row.name for row in rows if row.delay} == {"Gossip-PGA, delay=1", "Gossip-PGA, 4 bits, delay=1"}
+        (note,) = [note for note in advice.notes if "delay=1" in note] or [""]
+        assert ("not as good" in note) == bool(note)
+    assert any("is faster, a step of 77 ms, but not as good" in note for note in recommend(4, WORK, measured()).notes)
+
+
+def test_a_slower_delay_is_not_mentioned() -> None:
+    steps = {CODED: 0.11, delayed(CODED): 0.12}
+    assert "delay" not in said(recommend(4, WORK, measured(step_seconds=steps)))
+
+
+def test_adam_and_the_elastic_group_have_one_line_each() -> None:
+    notes = recommend(4, WORK, measured()).notes
+    assert [note for note in notes if "Adam" in note] == [
+        "this is for SGD. With Adam or AdamW, take DDP with 4 bits (rumor.ddp_hook), 150 ms a step: see docs/choosing.md"
+    ]
+    assert sum("rumor.elastic), this step takes 112 ms" in note for note in notes) == 1
+    assert "Adam" not in said(recommend(4, WORK, Link(1e12))), "DDP is the advice"
+
+
+def test_the_basis_tells_measured_steps_from_sums_and_predictions() -> None:
+    assert recommend(4, WORK, measured(step_seconds={})).basis == "120 ms is the sum of measured parts, 250 ms a measured step"
+    assert recommend(4, WORK, Measured(0.5, {"ring": 0.1})).basis == "both are sums of measured parts"
+    assert recommend(32, WORK, Link(1e8)).basis == "both times are predicted, without overlap"
+
+
+def test_a_period_of_one_s_own_is_not_that_of_the_probe() -> None:
+    advice = recommend(4, WORK, measured(), H=5)
+    assert advice.text == "gossip_pga(one_peer_exponential, H=5, bits=4)"
+    assert advice.seconds == pytest.approx(0.11 + (1 / 5 - 1 / 3) * (0.03 - 0.01))
+    assert advice.basis == "107 ms is from a measured step with H = 3, 250 ms a measured step"
+    assert recommend(4, WORK, measured(), max_period=2).H == 2
+
+
+def test_a_period_that_was_cut_short_for_the_probe_is_not_recommended() -> None:
+    """By rule 3, H is 15 here. A probe times no more than 12 steps in a row."""
+    text = "gossip_pga(one_peer_exponential, H=12)"
+    advice = recommend(4, WORK, Measured(0.24, {"one-peer-exponential": 0.06}, 0.9, step_seconds={text: 0.2}))
+    assert (advice.H, advice.seconds) == (12, pytest.approx(0.2))
+    advice = recommend(4, WORK, Measured(0.3, {"one-peer-exponential": 0.06}, 0.9, step_seconds={text: 0.2}))
+    assert (advice.H, advice.seconds) == (15, pytest.approx(0.2 - (1 / 12 - 1 / 15) * 0.24))
+
+
+def test_rows_say_whether_they_were_measured() -> None:
+    rows = {row.label: row for row in predict(4, WORK, measured(), H=3, bits=4) if row.topology in (None, "one-peer-exponential")}
+    for label in ("DDP", "DDP, 4 bits", "Gossip-PGA, 4 bits", "Gossip-PGA, 4 bits, elastic"):
+        assert rows[label].is_measured, label
+    assert not rows["Local SGD"].is_measured
+    assert all(row.seconds_overlapped <= row.seconds for row in rows.values())
+    assert [row.H for row in predict(4, WORK, measured(), H=3, bits=4) if (row.label, row.is_measured) == ("Gossip-PGA", True)] == [6]
+
+
+PROBE = f"plan --probe {ROOT}/docs/planning-probe-500mbit.json"
+LINK = "plan -n 32 --parameters 25.5M --compute 146ms --bandwidth 10Gbit/s --latency 50us"
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+@pytest.mark.parametrize("line", [PROBE, LINK, "plan --paper resnet50"])
+def test_the_page_fits_the_terminal(line: str, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(line.split()) == 0
+    page = capsys.readouterr().out
+    wide = [each for each in page.splitlines() if len(each) > width and " " in each.strip()]  # a path alone can't be broken
+    assert wide == []
+    assert max(map(len, page.splitlines())) > 0.6 * min(width, 100)
+    assert ("Left out at 60 columns: at best, sent." in page) == (width == 60 and "paper" not in line)
+
+
+def test_where_there_is_no_terminal_lines_have_100_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(PROBE.split()) == 0
+    assert 90 < max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+def test_the_recommendation_is_marked_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(PROBE.split()) == 0
+    page = capsys.readouterr().out
+    (marked,) = [line for line in page.splitlines() if line.endswith("  <")]
+    assert marked.split()[:3] == ["Gossip-PGA,", "4", "bits"]
+    assert len(re.findall(r"^Take ", page, re.M)) == 1
+    assert main([*PROBE.split(), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["recommendation"]
+    assert f"\n{found['sentence']}." in page
