@@ -229,7 +229,8 @@ def test_python_dash_m_rumor() -> None:
 
 def test_the_planning_page_shows_what_the_commands_print(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    blocks = re.findall(r"```console\n\$ rumor (.*?)\n(.*?)```", (ROOT / "docs" / "planning.md").read_text(), re.S)
+    page = (ROOT / "docs" / "planning.md").read_text().replace("\\\n", "")
+    blocks = re.findall(r"```console\n\$ rumor (.*?)\n(.*?)```", page, re.S)
     assert len(blocks) >= 6
     for line, shown in blocks:
         code, printed, _ = run(line)

@@ -38,8 +38,8 @@ def _hours(training: Training, rows: list[Row]) -> list[str]:
     ]
     return [
         f"Table {training.table}: {training.title}, {w.steps:,} steps",
-        f"step times of Table 17: computing {w.compute * 1e3:g} ms, all-reduce {times.all_reduce_seconds * 1e3:g} ms, gossip "
-        f"{gossip * 1e3:g} ms; H = {H}\n",
+        f"Table 17: computing {w.compute * 1e3:g} ms, all-reduce {times.all_reduce_seconds * 1e3:g} ms, gossip {gossip * 1e3:g} ms; "
+        f"H = {H}\n",
         table(("hours", "model", "paper", "off by"), [cell[:4] for cell in cells]),
         "",
         *(paragraph(f"{row.method} can't be predicted: {row.why}.", "  ") for row in rows if row.why),

@@ -232,34 +232,35 @@ def _page(inputs: Inputs, rows: list[Prediction], chosen: Prediction | None, adv
         f"{show_seconds(w.compute)} of computing, {w.steps:,} steps; {inputs.source}"
     )
     notes = dict.fromkeys(f"{row.topology}: {row.note}" for row in rows if row.note)
-    lines = [paragraph(head), "", _table(rows, chosen, iid), "", LEGEND, *(f"* {note}" for note in notes), ""]
+    lines = [paragraph(head), "", _table(rows, chosen, iid), "", _legend(iid), *(paragraph(f"* {note}") for note in notes), ""]
     lines += [paragraph(f"Take {advice.method}: {advice.call}"), paragraph(f"  because {advice.reason}.", "  ")]
     return "\n".join([*lines, *(paragraph(f"  Note: {note}.", "  ") for note in advice.notes)])
 
 
-LEGEND = "\n".join(
-    [
-        "step: time without overlap (Parallel SGD: time of DDP, if measured). overlapped: best case with delay=1 or DDP's buckets.",
+def _legend(iid: bool) -> str:
+    data = "all nodes draw from the same data (iid)" if iid else "each node has its own data (non-iid)"
+    lines = [
+        "step: time without overlap (Parallel SGD: time of DDP, if measured).",
+        "overlapped: best case with delay=1 or DDP's buckets.",
         "sent: bytes that the busiest node sends per step.",
-        "transient: order of the steps before the method is as good as Parallel SGD. Compare rows by it; it is not a number of steps.",
+        f"transient: order of the steps before the method is as good as Parallel SGD, if {data}. Compare rows by it; it is not a "
+        "number of steps.",
         "Gossip-AGA moves between its two rows. OSGP takes between `step` and `overlapped`. SlowMo costs as much as Gossip-PGA.",
         "<: recommended.",
     ]
-)
+    return "\n".join(paragraph(line, "  ") for line in lines)
 
 
 def _table(rows: list[Prediction], chosen: Prediction | None, iid: bool) -> str:
-    head = ("topology", "method", "H", "step", "overlapped", "sent", "hours", f"transient ({'iid' if iid else 'non-iid'})", "")
+    head = ("method", "H", "step", "overlapped", "sent", "hours", "transient", "")
     lines: list[tuple[str, ...]] = []
     last: str | None = None
     for row in rows:
-        if row.topology != last:
-            lines.append(())
-        star = "*" if row.note else ""
+        if row.topology and row.topology != last:
+            lines += [(), (f"over {row.topology}{'*' if row.note else ''}:",)]
         stage = row.transient_stage_iid if iid else row.transient_stage
         lines.append(
             (
-                f"{row.topology}{star}" if row.topology and row.topology != last else "",
                 row.name,
                 "-" if row.H is None else str(row.H),
                 show_seconds(row.seconds),
@@ -271,4 +272,4 @@ def _table(rows: list[Prediction], chosen: Prediction | None, iid: bool) -> str:
             )
         )
         last = row.topology
-    return table(head, lines, left=2)
+    return table(head, lines)

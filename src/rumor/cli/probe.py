@@ -153,11 +153,14 @@ def _page(probe: Probe, path: str) -> str:
         named |= {f"gossip with one peer, {bits} bits": times.gossip, f"all-reduce, {bits} bits": times.all_reduce}
     rows = [(what, *(show_seconds(t) for t in (timing.median, timing.fastest, timing.slowest))) for what, timing in named.items()]
     lines = [
-        f"{probe.n} processes, {probe.backend} on {probe.device}, torch {probe.torch}: {probe.model}"
-        f"{' (a stand-in: use --model for your own)' if probe.is_stand_in else ''}, {show_count(probe.parameters)} parameters\n",
+        paragraph(
+            f"{probe.n} processes, {probe.backend} on {probe.device}, torch {probe.torch}: {probe.model}"
+            f"{' (a stand-in: use --model for your own)' if probe.is_stand_in else ''}, {show_count(probe.parameters)} parameters"
+        ),
+        "",
         table(("time per step", "median", "fastest", "slowest"), rows),
         f"\n{_link(probe)}",
-        f"\nwrote {path}; next: rumor plan --probe {path}",
+        f"\nwrote {path}\nnext: rumor plan --probe {path}",
     ]
     return "\n".join(lines)
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
-WIDTH = 110  # longer lines are hard to read
+WIDTH = 80  # of a terminal that nobody has made wider, and of the code on the pages
 
 
 def columns(stream: TextIO) -> int:
@@ -21,14 +21,16 @@ def columns(stream: TextIO) -> int:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Formats a table. The first `left` columns are aligned left, the others right. An empty row gives a blank line.
+    """Formats a table. The first `left` columns are aligned left, the others right.
+
+    An empty row gives a blank line, and a row of one cell a heading.
 
     >>> print(table(("method", "ms"), [("Gossip SGD", "296"), ("Local", "7")]))
     method       ms
     Gossip SGD  296
     Local         7
     """
-    filled = [row for row in (head, *rows) if row]
+    filled = [row for row in (head, *rows) if len(row) == len(head)]
     widths = [max(len(row[i]) for row in filled) for i in range(len(head))]
     lines = []
     for row in (head, *rows):
