@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 WIDTHS = (1280, 420)
-OPTIONS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-background-networking --disable-component-update"
-OPTIONS += " --disable-sync --hide-scrollbars --remote-debugging-pipe"
+OPTIONS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --hide-scrollbars --remote-debugging-pipe"
+OPTIONS += " --disable-background-networking --disable-component-update --disable-sync"
 DEADLINE = 60.0  # seconds for an answer
 
 
