@@ -233,8 +233,7 @@ def period_limits(n: int, beta: float, T: float, sigma2: float, b2: float, F_0: 
         noise          H = sigma T^(1/2) / (beta^2 F_0^(1/2) n^(3/2))
         higher order   H = sigma T^(1/2) / (beta F_0^(1/2) n^(1/2))
 
-    The paper gives the first one only, which is infinite for b = 0. Then the other two terms may dominate; for iid data, the first one
-    is no limit at all.
+    The paper gives the first one only. The other two terms may dominate; for iid data (b = 0), the first one is no limit at all.
 
     Args:
         n: nodes.
