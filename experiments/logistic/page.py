@@ -47,8 +47,8 @@ def stage_table(figure: str, folder: Path) -> str:
         reached: tables.Row = {"T_tr(1)": _stage(row["T_tr_1"])}
         ratio: tables.Row = {"ratio at 9,500": f"{float(str(row['ratio_9500'])):.2f}"}
         if medians:
-            reached |= {"median of 3 data sets": _stage(medians[r]["T_tr_1"])}
-            ratio |= {"median of 3 data sets": f"{float(str(medians[r]['ratio_9500'])):.2f}"}
+            reached |= {"3 data sets": _stage(medians[r]["T_tr_1"])}
+            ratio |= {"3 data sets": f"{float(str(medians[r]['ratio_9500'])):.2f}"}
         if has_reference:
             reached |= {"reference": _stage(known.get("T_tr_1", "none"))}
             ratio |= {"reference": known.get("ratio_9500") or "-"}
@@ -62,8 +62,8 @@ def _label(row: tables.Row, varied: set[str]) -> str:
     """Method, topology and period; n and the split of the data only if they vary within the figure."""
     parts = [NAMES[str(row["method"])]]
     parts += [] if row["topology"] == "isolated" else [str(row["topology"])]
-    parts += [f"H = {row['H']}"] if str(row["H"]).isdigit() else []
-    parts += [f"n = {row['n']}"] if "n" in varied else []
+    parts += [f"H\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{row['H']}"] if str(row["H"]).isdigit() else []
+    parts += [f"n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{row['n']}"] if "n" in varied else []
     parts += [_split(row)] if "iid" in varied else []
     return ", ".join(parts)
 
