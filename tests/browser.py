@@ -137,4 +137,4 @@ if __name__ == "__main__":
             for width in WIDTHS:
                 browser.resize(width)
                 browser.open(page.absolute().as_uri())
-                browser.picture(folder / f"{page.stem}-{width}.png")
+                browser.picture(folder / f"{page.absolute().parent.name}-{page.stem}-{width}.png")
