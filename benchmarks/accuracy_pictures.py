@@ -56,7 +56,7 @@ def _over_seconds(runs: list[dict[str, Any]], plt: Any) -> Any:
     panels = list(dict.fromkeys((run["hosts"], run["ratio"], run["rate"]) for run in runs))
     columns = len({ratio for _, ratio, _ in panels})
     rows = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(6 * columns, 3.6 * rows + 0.9), squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(rows, columns, figsize=(4.5 * columns, 3.6 * rows + 1.2), squeeze=False, layout="constrained")
     for (hosts, ratio, rate), axis in zip(panels, axes.flat, strict=False):
         goal = reached.target(runs, hosts)
         for method in LOOKS:
@@ -64,7 +64,7 @@ def _over_seconds(runs: list[dict[str, Any]], plt: Any) -> Any:
         axis.axhline(100 * goal, color="grey", linewidth=0.8)
         axis.text(0.01, 100 * goal, f"target {100 * goal:.2f} %", transform=axis.get_yaxis_transform(), va="bottom", fontsize=8)
         what = f"all-reduce / computing = {ratio:g} ({_label(rate)})" if ratio else "loopback, unshaped"
-        axis.set_title(f"{hosts} hosts, {what}", fontsize=10)
+        axis.set_title(f"{hosts} hosts, {what}", fontsize=9)
         axis.set(
             xlabel="wall-clock seconds", ylabel="accuracy of the mean model, %", xlim=(0, None), ylim=(100 * goal - 6, 100 * goal + 0.7)
         )

@@ -23,7 +23,8 @@ PAPER = (  # its Table 17, ms: without communication, with all-reduce, with goss
     ("paper, BERT", 445.0, 1913.8, 1011.5),
 )
 NOT_YET = "*Not measured yet.*"
-TIMED = ("Gossip SGD", "Gossip-PGA", "Gossip-PGA, 4 bits")
+TIMED = ("Gossip SGD", "Gossip-PGA, 4 bits")
+CURVE = (reached.PARALLEL, "Gossip-PGA, 4 bits", "DDP, 4 bits", "DDP, bf16 hook")  # the columns of the table over the bandwidth
 NAMES = {reached.PARALLEL: "Parallel SGD (DDP)", "Parallel SGD": "Parallel SGD (Rumor)"}
 
 
@@ -31,9 +32,7 @@ def iteration(results: Results) -> str:
     """The paper's Table 17 and ours: ms of a step, and in brackets the time beyond computing."""
     rows = []
     for name, alone, all_reduce, gossip in PAPER:
-        rows.append(
-            _iteration_row(name, (all_reduce - alone) / alone, alone, [_beyond(all_reduce, alone), _beyond(gossip, alone), "-", "-"])
-        )
+        rows.append(_iteration_row(name, (all_reduce - alone) / alone, alone, [_beyond(all_reduce, alone), _beyond(gossip, alone), "-"]))
     for timing in results["ratios"]:
         ms = {name: 1e3 * spread["median"] for name, spread in timing["seconds"].items()}
         alone = ms["computing alone"]
@@ -44,7 +43,7 @@ def iteration(results: Results) -> str:
 
 def _iteration_row(name: str, ratio: float, alone: float, cells: list[str]) -> tables.Row:
     head = ("DDP", *TIMED)
-    return {"ms a step": name, "all-reduce / computing": f"{ratio:.1f}", "computing": f"{alone:.0f}", **dict(zip(head, cells, strict=True))}
+    return {"ms a step (ratio)": f"{name} ({ratio:.1f})", "computing": f"{alone:.0f}", **dict(zip(head, cells, strict=True))}
 
 
 def _beyond(ms: float, alone: float) -> str:
@@ -52,31 +51,43 @@ def _beyond(ms: float, alone: float) -> str:
 
 
 def to_target(results: Results, hosts: int) -> str:
-    """A table for each ratio that was run, with a row for each method: final accuracy, and when it reached the target."""
-    ratios = list(dict.fromkeys(run["ratio"] for run in results["runs"] if run["hosts"] == hosts))
-    found = {ratio: {row["method"]: row for row in reached.summary(results["runs"], hosts, ratio)} for ratio in ratios}
-    texts = []
-    for ratio in ratios:
-        rows: list[tables.Row] = []
-        for method in dict.fromkeys(method for by_method in found.values() for method in by_method):
-            most = max((by_method[method] for by_method in found.values() if method in by_method), key=lambda row: row["seeds"])
-            whole, to_target, times = "-", "-", "-"
-            if row := found[ratio].get(method):
-                whole = f"{row['seconds']:.1f} ({row['times as fast, whole run']:.2f})"
-                to_target = _seconds(row)
-                times = _times(row["times as fast, to target"]) + _ceiling(results, row, hosts, ratio)
-            rows.append(
-                {
-                    f"{hosts} hosts, {_title(results, hosts, ratio)}": NAMES.get(method, method),
-                    "final accuracy": f"{100 * most['final']:.2f} ± {100 * most['error']:.2f} %",
-                    "steps to target": _number(most["steps to target"]),
-                    "whole run, s (times as fast)": whole,
-                    "to target, s": to_target,
-                    "times as fast to target": times,
-                }
-            )
-        texts.append(tables.as_text(rows))
-    return "\n\n".join(texts)
+    """A row for each method: final accuracy, and for each ratio the seconds to the target and how many times as fast as DDP that is."""
+    found = summaries(results, hosts)
+    rows: list[tables.Row] = []
+    for method in dict.fromkeys(method for by_method in found.values() for method in by_method):
+        most = max((by_method[method] for by_method in found.values() if method in by_method), key=lambda row: row["seeds"])
+        cells = {
+            _title(results, hosts, ratio): _seconds(by_method[method]) if method in by_method else "-" for ratio, by_method in found.items()
+        }
+        final = f"{100 * most['final']:.2f} ± {100 * most['error']:.2f}"
+        rows.append({f"{hosts} hosts": NAMES.get(method, method), "final accuracy, %": final, **cells})
+    return tables.as_text(rows)
+
+
+def summaries(results: Results, hosts: int) -> dict[float | None, dict[str, dict[str, Any]]]:
+    """The rows of `reached.summary` by ratio and method."""
+    ratios = dict.fromkeys(run["ratio"] for run in results["runs"] if run["hosts"] == hosts)
+    return {ratio: {row["method"]: row for row in reached.summary(results["runs"], hosts, ratio)} for ratio in ratios}
+
+
+def never_reached(results: Results) -> list[str]:
+    """The methods that do not reach the target in any seed at any ratio."""
+    missed = [(row["method"], row["not reached"] == row["seeds"]) for row in _all_rows(results)]
+    return [name for name in dict.fromkeys(name for name, _ in missed) if all(never for method, never in missed if method == name)]
+
+
+def sometimes_missed(results: Results) -> list[tuple[str, int, int]]:
+    """The methods that miss the target in some seeds but not in all: name, most seeds that miss it at one ratio, and seeds."""
+    found: dict[str, tuple[str, int, int]] = {}
+    for row in _all_rows(results):
+        if 0 < row["not reached"] < row["seeds"] and row["not reached"] > found.get(row["method"], ("", 0, 0))[1]:
+            found[row["method"]] = (NAMES.get(row["method"], row["method"]), row["not reached"], row["seeds"])
+    return list(found.values())
+
+
+def _all_rows(results: Results) -> list[dict[str, Any]]:
+    hosts = dict.fromkeys(run["hosts"] for run in results["runs"])
+    return [row for n in hosts for by_method in summaries(results, n).values() for row in by_method.values()]
 
 
 def _timing(results: Results, hosts: int, ratio: float | None) -> dict[str, Any] | None:
@@ -92,30 +103,24 @@ def _title(results: Results, hosts: int, ratio: float | None) -> str:
     return f"{shown(timing['rate'])}, ratio {seconds['all-reduce alone'] / seconds['computing alone']:.1f}"
 
 
-def _ceiling(results: Results, row: dict[str, Any], hosts: int, ratio: float | None) -> str:
-    """The most times as fast as DDP that its steps could be."""
-    timing = _timing(results, hosts, ratio)
-    if timing is None or not row["times as fast, to target"]:
-        return ""
-    seconds, settings = timing["seconds"], results["settings"]
-    shortest = shortest_step(
-        row["method"], hosts, fashion.H, 4 * settings["parameters"], timing["rate"], seconds["computing alone"]["median"]
-    )
-    return f" of {seconds[reached.best_ddp(seconds)]['median'] / shortest:.2f}"
+def ceilings(results: Results, method: str) -> list[float]:
+    """The most times as fast as DDP that a method's steps could be, at each ratio: if only computing and the links took time."""
+    found = []
+    for timing in results["ratios"]:
+        seconds, size = timing["seconds"], 4 * results["settings"]["parameters"]
+        shortest = shortest_step(method, timing["hosts"], fashion.H, size, timing["rate"], seconds["computing alone"]["median"])
+        found.append(seconds[reached.best_ddp(seconds)]["median"] / shortest)
+    return found
 
 
 def _seconds(row: dict[str, Any]) -> str:
-    """The median over seeds (fastest to slowest), and how many seeds did not reach the target."""
+    """The median over seeds (fastest to slowest), how many times as fast as DDP, and how many seeds did not reach the target."""
     times, missed = row["to target"], row["not reached"]
-    note = f", not reached in {missed} of {row['seeds']}" if missed else ""
-    if missed == row["seeds"]:
-        return note[2:]
     middle, there = reached.middle(times), [t for t in times if t < math.inf]
-    return f"{_number(middle, '.1f')} ({min(there):.1f} to {max(there):.1f}){note}"
-
-
-def _number(value: float, form: str = ".0f") -> str:
-    return f"{value:{form}}" if value < math.inf else "-"
+    if not there or middle == math.inf:
+        return "not reached" + (f" in {missed} of {row['seeds']}" if there else "")
+    note = f", {missed} of {row['seeds']} not" if missed else ""
+    return f"{middle:.1f} s ({min(there):.1f} to {max(there):.1f}{note}): {_times(row['times as fast, to target'])}"
 
 
 def _times(value: float) -> str:
@@ -125,13 +130,15 @@ def _times(value: float) -> str:
 def bandwidth(results: Results) -> str:
     """Seconds to the target at each rate of the links, and how many times as fast as DDP that is."""
     points = reached.over_bandwidth(results["runs"], results["curve"])
-    rates = list(dict.fromkeys(point["rate"] for point in points))
-    parallel = {point["rate"]: point["seconds"] for point in reached.pick(points, method=reached.PARALLEL)}
     rows: list[tables.Row] = []
-    for method in dict.fromkeys(point["method"] for point in points):
-        own = {point["rate"]: point["seconds"] for point in reached.pick(points, method=method)}
-        cells = {shown(rate): f"{own[rate]:.1f} ({_times(parallel[rate] / own[rate])})" if own[rate] < math.inf else "" for rate in rates}
-        rows.append({"s to target (times as fast)": NAMES.get(method, method), **cells})
+    for rate in dict.fromkeys(point["rate"] for point in points):
+        own = {point["method"]: point["seconds"] for point in reached.pick(points, rate=rate)}
+        parallel = own[reached.PARALLEL]
+        cells = {NAMES.get(method, method): f"{own[method]:.1f} s" for method in CURVE[:1]}
+        for method in CURVE[1:]:
+            if method in own:
+                cells[method] = f"{own[method]:.1f} s: {_times(parallel / own[method])}" if own[method] < math.inf else ""
+        rows.append({"link": shown(rate), **cells})
     return tables.as_text(rows)
 
 

@@ -1,4 +1,4 @@
-"""Pictures of docs/performance.md, drawn from benchmarks/results. page.py draws them when it writes the tables."""
+"""Pictures of docs/performance.md and docs/reliability.md, drawn from benchmarks/results. page.py draws them when it writes the tables."""
 
 from __future__ import annotations
 
@@ -7,8 +7,16 @@ from typing import Any
 
 from limits import shown
 from rumor.checkpoint.files import replacing
-from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY
+from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
+SPEEDUP = {  # the methods of the first picture; dashes and markers tell them apart in grey print
+    "Gossip-PGA, 4 bits": (BLUE, "o", "-"),
+    "DDP, PowerSGD hook": (ORANGE, "v", (0, (1, 1))),
+    "DDP, 4 bits": (GREEN, "s", (0, (7, 2, 1, 2))),
+    "Local SGD": (VERMILION, "D", (0, (2, 2))),
+    "DDP, bf16 hook": (SKY, "^", (0, (5, 2))),
+    "Gossip-PGA": (PURPLE, "P", (0, (3, 1, 1, 1))),
+}
 LIBRARIES = {"Rumor": BLUE, "PyTorch": SKY, "torchft": ORANGE, "fairscale": GREEN, "by hand": PURPLE, "no communication": "#999999"}
 
 
@@ -69,6 +77,50 @@ def draw_steps(results: dict[str, Any], path: Path) -> None:
     limit = pyplot.Line2D([], [], color="white", marker="|", markeredgecolor=BLACK, markersize=10, label="max(computing, bytes / rate)")
     figure.legend(handles=[*patches, ddp, limit], loc="outside lower center", ncols=4, frameon=False)
     _save(figure, path, dpi=160, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def draw_speedup(results: dict[str, Any], path: Path) -> None:
+    """Draw how many times as fast as DDP a training step is, over the rates of the links."""
+    pyplot = _pyplot()
+
+    rates = list(dict.fromkeys(row["rate"] for row in results["rows"]))
+    found = [of_rate(results["rows"], rate) for rate in rates]
+    figure, axis = pyplot.subplots(figsize=(7.2, 4.6), layout="constrained")
+    for name, (color, marker, dashes) in SPEEDUP.items():
+        own = [(at, panel[name]["times_as_fast_as_ddp"]) for at, panel in enumerate(found) if name in panel]
+        if own:
+            axis.plot(*zip(*own, strict=True), marker=marker, linestyle=dashes, color=color, linewidth=2, markersize=7, label=name)
+    axis.axhline(1, color=BLACK, linewidth=1)
+    axis.annotate("DDP", (len(rates) - 1, 1), xytext=(12, 4), textcoords="offset points", fontsize=12)
+    axis.set(yscale="log", ylabel="times as fast as DDP", xlabel="link of each of the 4 hosts")
+    axis.set_xticks(range(len(rates)), [shown(rate).replace(" ", "\n") for rate in rates], fontsize=12)
+    axis.set_yticks([1, 2, 4, 8], ["1", "2", "4", "8"], fontsize=12)
+    axis.set_yticks([], minor=True)
+    axis.xaxis.label.set_size(12)
+    axis.yaxis.label.set_size(12)
+    axis.set_xlim(-0.2, len(rates) - 0.4)
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=11)
+    _save(figure, path, dpi=150)
+    pyplot.close(figure)
+
+
+def draw_soak(results: dict[str, Any], path: Path) -> None:
+    """Draw the share of its throughput that each contestant keeps with the kills."""
+    pyplot = _pyplot()
+
+    kept = {name: 100 * found["throughput_kept"] for name, found in results["found"].items()}
+    figure, axis = pyplot.subplots(figsize=(7.2, 0.9 + 0.5 * len(kept)), layout="constrained")
+    bars = axis.barh(list(kept), list(kept.values()), color=[BLUE, *["#999999"] * (len(kept) - 1)])
+    axis.bar_label(bars, [f"{share:.0f} %" for share in kept.values()], padding=4, fontsize=12)
+    what = f"{results['processes']} nodes, {results['steps']:,} steps, {len(results['plan'])} kills"
+    axis.set_title(f"Throughput kept: {what}", fontsize=12, loc="left")
+    axis.set(xlim=(0, 110), xticks=[])
+    axis.tick_params(axis="y", labelsize=12, length=0)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    axis.invert_yaxis()
+    _save(figure, path, dpi=150)
     pyplot.close(figure)
 
 

@@ -6,6 +6,7 @@ gradients before the optimizer's step. All nodes are simulated in one process, a
 
     python experiments/adamw.py --data FOLDER                                   # FOLDER/enwik8; all methods at all learning rates
     python experiments/adamw.py --data FOLDER --methods DDP Gossip-PGA --lr 0.001 0.002 --seeds 3
+    python experiments/adamw.py --data FOLDER --optimizer lamb --methods DDP Gossip-PGA "Gossip-PGA, 32 bits"       # results/lamb.csv
     python experiments/adamw.py --data FOLDER --nodes 32 --width 256 --layers 4 --batch 32 --length 128      # on a GPU
 
 Every finished run is a row of --out and is not run again, so you can stop the command at any time and start it again.
@@ -35,8 +36,10 @@ from networks.engines import device_name
 from rumor.methods import Algorithm
 from rumor.model.optimizer_state import AverageState
 from text.gpt import EVALUATED, GPT, check_text, held_out_loss, last_start, load_text, loss_of, lr_at, read, sequences, write
+from text.train import optimizer as lamb
 
 RESULTS = Path(__file__).parent / "results" / "adamw.csv"
+OPTIMIZERS = ("adamw", "lamb")  # each has a results file of its own
 KEY = ("method", "lr", "seed", "nodes", "steps", "batch", "length", "width", "layers")
 COLUMNS = (*KEY, "loss", "megabytes", "seconds", "device")
 H, BITS, CLIP, BETAS = 6, 4, 1.0, (0.9, 0.95)
@@ -82,6 +85,7 @@ METHODS: dict[str, Method] = {
     "Parallel SGD": Method(lambda n: rumor.parallel_sgd(n, bits=BITS)),
     "Local SGD": Method(local),
     "Gossip-PGA": Method(pga),
+    "Gossip-PGA, 32 bits": Method(lambda n: rumor.gossip_pga(rumor.one_peer_exponential(n), H)),
     "Gossip-PGA, state at global rounds": Method(pga, "global"),
     "Gossip-PGA, corrected": Method(pga, corrects_noise=True),
     "Gossip-PGA, corrected, state at global rounds": Method(pga, "global", corrects_noise=True),
@@ -157,6 +161,13 @@ def clip(leaves: list[Tensor]) -> None:
         g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))
 
 
+def optimizer(kind: str, sim: rumor.Simulator, model: GPT, lr: float) -> torch.optim.Optimizer:
+    """Builds the optimizer of all nodes. LAMB clips each node's gradients itself."""
+    if kind == "lamb":
+        return lamb(sim.named_parameters(), model, torch.tensor(lr))
+    return torch.optim.AdamW(sim.parameters(), lr=lr, weight_decay=0.1, betas=BETAS, fused=True)
+
+
 def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Namespace) -> tuple[float, float, float]:
     """Trains one run. Returns the held-out loss of the mean model, the megabytes that a node has sent, and the seconds."""
     torch.manual_seed(seed)
@@ -164,7 +175,7 @@ def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Names
     model = GPT(options.length, options.width, options.layers).to(text.device)
     sim = rumor.Simulator(model, method.build(n))
     leaves = list(sim.parameters())
-    opt = torch.optim.AdamW(leaves, lr=lr, weight_decay=0.1, betas=BETAS, fused=True)
+    opt = optimizer(options.optimizer, sim, model, lr)
     if method.state is not None:
         sim.average_state(opt, method.state)
     gradients = None if method.gradients == "own" else Gradients(sim, method.gradients)
@@ -180,7 +191,8 @@ def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Names
         losses.sum().backward()
         if gradients is not None:
             gradients.mix(step)
-        clip(leaves)
+        if options.optimizer != "lamb":
+            clip(leaves)
         opt.step()
         opt.zero_grad()
         if moments is not None:
@@ -241,8 +253,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=at_least_one, default=2, help="layers of the GPT")
     parser.add_argument("--evaluated", type=at_least_one, default=EVALUATED, help="held-out sequences to evaluate on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of all nodes")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="results file")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of the nodes")
+    parser.add_argument("--out", type=Path, help="results file (default: results/OPTIMIZER.csv beside this file)")
     options = parser.parse_args()
+    options.out = options.out or RESULTS.with_stem(options.optimizer)
+    if options.optimizer == "lamb" and (wrong := [name for name in options.methods if METHODS[name].corrects_noise]):
+        parser.error(f"--optimizer lamb: {wrong[0]!r} is for AdamW's second moments; choose other --methods")
     check_text(parser, options.data)
     return options
 

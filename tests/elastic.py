@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 import rumor
-import rumor.membership.roster
 from rumor.averager.elastic import Elastic
 from rumor.averager.job_state import JobState
 from rumor.engines.processes import gloo_group
 from rumor.engines.processes.transport import Transport
+from rumor.membership import limits
 from rumor.membership.coordinator import Coordinator
 from rumor.membership.protocol import Address
 from rumor.methods.runner import Runner
@@ -62,9 +62,13 @@ class Model(torch.nn.Module):
 
 
 def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
-    """One node. It writes a line for each step to folder/NAME."""
+    """One node, or one rank of it under torchrun. It writes a line for each step to folder/NAME."""
+    if rank := int(os.environ.get("LOCAL_RANK", 0)):
+        name = f"{name}.{rank}"
     torch.set_num_threads(1)
     torch.manual_seed(os.getpid())
+    limits.ALONE_AFTER = options.get("alone_after", limits.ALONE_AFTER)
+    limits.SILENCE = options.get("silence", limits.SILENCE)
     output = os.open(f"{folder}/{name}.err", os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 2)
     model = Model()
@@ -75,9 +79,10 @@ def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
     slow_from, hangs_at = options.get("slow_from", math.inf), options.get("hangs_at")
     method = METHODS[options.get("method", "pga")]()
     local_group, wrapped = None, model
-    if "local_rank" in options:  # a node of two ranks
-        init = f"file://{folder}/{name.split('.')[0]}.meeting"
-        dist.init_process_group("gloo", init, rank=options["local_rank"], world_size=2, timeout=datetime.timedelta(seconds=60))
+    if "local_timeout" in options or "local_rank" in options:  # a node of several ranks, under torchrun or of two
+        within = datetime.timedelta(seconds=options.get("local_timeout", 60))
+        meeting = {"init_method": f"file://{folder}/{name.split('.')[0]}.meeting", "rank": options.get("local_rank"), "world_size": 2}
+        dist.init_process_group("gloo", timeout=within, **(meeting if "local_rank" in options else {}))
         local_group = dist.group.WORLD
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     group = rumor.elastic(address, name, options.get("min_nodes", 1), options.get("timeout"), drop_slow=options.get("drop_slow"))
@@ -170,13 +175,13 @@ class Job:
         self.nodes: dict[str, Any] = {}
         self.coordinator: Coordinator | None = None
         self._min_nodes = min_nodes
-        self._usual = rumor.membership.roster.JOIN_WINDOW, rumor.membership.roster.START_GRACE
+        self._usual = limits.JOIN_WINDOW, limits.START_GRACE
         self.address = self.start_coordinator(Address("127.0.0.1", 0), grace=0.0)
 
     def start_coordinator(self, bind: Address, grace: float = 1.5) -> Address:
         started = threading.Event()
-        rumor.membership.roster.START_GRACE = grace
-        rumor.membership.roster.JOIN_WINDOW = 0.0
+        limits.START_GRACE = grace
+        limits.JOIN_WINDOW = 0.0
         self.coordinator = Coordinator(bind, self._min_nodes, self.lines.append)
 
         async def serve() -> None:
@@ -215,7 +220,7 @@ class Job:
         for process in self.nodes.values():
             process.join(30)
         self.stop_coordinator()
-        rumor.membership.roster.JOIN_WINDOW, rumor.membership.roster.START_GRACE = self._usual
+        limits.JOIN_WINDOW, limits.START_GRACE = self._usual
 
     def start(self, *names: str, **options: Any) -> None:
         for name in names:
@@ -225,10 +230,10 @@ class Job:
 
     def begin(self, *names: str, **options: Any) -> None:
         """Start the first nodes, which begin together."""
-        rumor.membership.roster.JOIN_WINDOW = 1_000.0
+        limits.JOIN_WINDOW = 1_000.0
         self.start(*names, **options)
         self.wait_until_here(*self.nodes)
-        rumor.membership.roster.JOIN_WINDOW = 0.0
+        limits.JOIN_WINDOW = 0.0
 
     def wait_until_here(self, *names: str) -> None:
         self.wait(lambda: all(f"{name} is here" in self.lines for name in names), f"{names} are here")

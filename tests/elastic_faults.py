@@ -19,10 +19,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from rumor.membership import roster
+from rumor.membership import limits
 from tests.elastic import Job, survivors_kept_their_steps
 
 LEAST, MOST = 3, 6  # nodes
+ALONE_AFTER = 0.5  # seconds without a coordinator until survivors go on alone
 DEADLINE = 60.0  # seconds for the members to agree after a fault
 PLACES = ("sending", "averaging", "arriving", "connecting", "handing over", "taking over", "attaching")
 
@@ -48,12 +49,13 @@ class Faults:
             "stranger": self.stranger,
             "garbage": self.garbage,
             "coordinator": self.coordinator,
+            "coordinator, and kill": self.coordinator_and_kill,
         }
 
     def start(self, count: int, **options: object) -> list[str]:
         names = [f"n{self.started + i}" for i in range(count)]
         self.started += count
-        self.job.start(*names, **options)
+        self.job.start(*names, alone_after=ALONE_AFTER, **options)
         return names
 
     def kill(self) -> None:
@@ -82,14 +84,14 @@ class Faults:
         victim = self.chosen.choice(self.alive)
         self.stopped.add(victim)
         self.job.signal(victim, signal.SIGSTOP)
-        time.sleep(roster.SILENCE * (1.2 + self.chosen.random()))
+        time.sleep(limits.SILENCE * (1.2 + self.chosen.random()))
         self.job.signal(victim, signal.SIGCONT)
 
     def stop_briefly(self) -> None:
         victim = self.chosen.choice(self.alive)
         self.stopped.add(victim)  # on a busy machine it may have been silent for too long
         self.job.signal(victim, signal.SIGSTOP)
-        time.sleep(roster.SILENCE * 0.3)
+        time.sleep(limits.SILENCE * 0.3)
         self.job.signal(victim, signal.SIGCONT)
 
     def newcomers(self) -> None:
@@ -109,6 +111,13 @@ class Faults:
         time.sleep(self.chosen.random())
         self.job.start_coordinator(self.job.address)
 
+    def coordinator_and_kill(self) -> None:
+        """A node dies while there is no coordinator, which comes back before or after the others have gone on alone."""
+        self.job.stop_coordinator()
+        self.kill()
+        time.sleep(self.chosen.random() * 4 * ALONE_AFTER)
+        self.job.start_coordinator(self.job.address)
+
     # ---- outcomes ------------------------------------------------------------------------------------------------------------------
 
     def settle(self, what: str) -> None:
@@ -126,7 +135,7 @@ class Faults:
     def run(self, faults: int, show: Callable[[str], None] = lambda _: None) -> dict[str, object]:
         self.alive += [f"n{i}" for i in range(4)]
         self.started = 4
-        self.job.begin(*self.alive)
+        self.job.begin(*self.alive, alone_after=ALONE_AFTER)
         self.settle("the start")
         began = time.monotonic()
         for number in range(faults):
@@ -161,7 +170,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="file for the results")
     options = parser.parse_args()
-    roster.SILENCE = 1.0
+    limits.SILENCE = 1.0
     with tempfile.TemporaryDirectory() as folder, Job(Path(folder), steps=10**9, pause=0.02) as job:
         found = {"seed": options.seed, **Faults(job, options.seed).run(options.faults, lambda line: print(line, flush=True))}
     print(json.dumps(found))

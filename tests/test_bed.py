@@ -3,6 +3,7 @@
 import doctest
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,10 +20,12 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import contestants  # noqa: E402
 import limits  # noqa: E402
 import network  # noqa: E402
+import network_tables  # noqa: E402
 import on_host  # noqa: E402
 import page  # noqa: E402
 import peers  # noqa: E402
 import reached  # noqa: E402
+import sentences  # noqa: E402
 from bed import LOOPBACK, Bed  # noqa: E402
 from tests import warm  # noqa: E402
 
@@ -96,14 +99,40 @@ def test_a_rate_that_tc_does_not_know_is_one_line():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("name", "tables"), list(zip(page.PAGES, (12, 1), strict=True)))
+@pytest.mark.parametrize(("name", "tables"), list(zip(page.PAGES, (19, 4, 2), strict=True)))
 def test_the_pages_tables_are_those_of_the_results(name: str, tables: int):
     text = (ROOT / "docs" / name).read_text()
-    assert text.count("<!-- table") == tables
+    assert len(re.findall("^<!-- table", text, re.M)) == tables
     assert page.filled_in(text) == text
 
 
-@pytest.mark.parametrize("module", [limits, reached])
+def test_a_new_measurement_changes_the_headline():
+    def row(rate: str, what: str, times: float) -> dict[str, object]:
+        return {"rate": rate, "what": what, "median": 0.1 / times, "times_as_fast_as_ddp": times}
+
+    rates = {"1gbit": 2.0, "100mbit": 4.0, LOOPBACK: 0.9}
+    rows = [
+        row(rate, name, x) for rate, times in rates.items() for name, x in (("DDP, bucket_cap_mb=4", 1.0), (network_tables.OURS, times))
+    ]
+    text = sentences.headline({"rows": rows})
+    assert "On links of 100 Mbit/s to 1 Gbit/s" in text
+    assert "**2.0 to 4.0 times as fast as a step of DDP**: the slower the link, the more. " in text
+    assert text.endswith("it is 0.90 times as fast.")
+    rows[1]["times_as_fast_as_ddp"] = 5.0  # now more at 1 Gbit/s
+    assert "**4.0 to 5.0 times as fast as a step of DDP**. " in sentences.headline({"rows": rows})
+
+
+def test_a_section_is_left_out_until_it_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    monkeypatch.setattr(page, "RESULTS", tmp_path)
+    text = "<!-- table overhead -->\n<!-- end -->\n<!-- table resnet -->\n<!-- end -->"
+    assert page.filled_in(text).splitlines() == [
+        *("<!-- table overhead -->", "", "<!-- end -->"),
+        *("<!-- table resnet -->", "*Not measured yet: there is no network-resnet.json.*", "<!-- end -->"),
+    ]
+
+
+@pytest.mark.parametrize("module", [limits, reached, sentences])
 def test_examples_of_the_benchmarks_hold(module: ModuleType):
     assert doctest.testmod(module).failed == 0
 
@@ -158,7 +187,7 @@ def test_table_17_at_a_toy_size(tmp_path: Path):
     assert rows["no communication"]["overhead"] == 0
     for name, row in rows.items():
         assert row["overhead"] == pytest.approx(row["median"] - rows["no communication"]["median"]), name
-    table = page.overhead(found).splitlines()
+    table = network_tables.overhead(found).splitlines()
     assert "424 (+278)" in table[2]
     assert "tiny, 2 hosts, loopback" in table[4]
 

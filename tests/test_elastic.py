@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import rumor
-from rumor.membership import link, roster
+from rumor.membership import limits
 from tests import warm
 from tests.elastic import METHODS, Job, Model, survivors_kept_their_steps
 from tests.elastic_faults import Faults
@@ -32,13 +32,13 @@ ALL = ("a", "b", "c", "d")
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_newcomer_takes_over_the_members_state(tmp_path: Path, method: str) -> None:
-    with Job(tmp_path, steps=60, method=method) as job:
+    with Job(tmp_path, steps=120, method=method) as job:
         job.begin("a", "b")
         job.wait_until("a", 12)
         job.start("c")
         job.finish("a", "b", "c")
         joined = job.rows("c")[0]
-        assert 12 <= joined["joined"] < 60
+        assert 12 <= joined["joined"] < 120
         at = next(row for row in job.rows("a") if row.get("now") == joined["joined"])
         if method != "delay":  # with delay=1 members differ by their last step
             assert joined["after"] == at["after"]
@@ -59,7 +59,7 @@ def test_the_others_go_on_when_a_node_is_killed(tmp_path: Path, where: str) -> N
             job.wait_until("a", 8)
             job.start("x", die={**die, "after": 0})
         else:
-            roster.JOIN_WINDOW = 1_000.0  # x is here first, and will be rank 0
+            limits.JOIN_WINDOW = 1_000.0  # x is here first, and will be rank 0
             job.start("x", die=die)
             job.wait_until_here("x")
             job.begin("a", "b", "c")
@@ -101,9 +101,9 @@ def test_four_newcomers_come_in_together(tmp_path: Path, method: str) -> None:
 @pytest.fixture
 def soon_silent() -> Iterator[None]:
     """Let the coordinator lose patience with a silent member after a second."""
-    usual, roster.SILENCE = roster.SILENCE, 1.0
+    usual, limits.SILENCE = limits.SILENCE, 1.0
     yield
-    roster.SILENCE = usual
+    limits.SILENCE = usual
 
 
 @pytest.mark.usefixtures("soon_silent")
@@ -124,7 +124,7 @@ def test_a_stopped_node_is_left_behind_and_comes_back_with_the_others_model(tmp_
 
 def test_a_slow_node_is_waited_for(tmp_path: Path) -> None:
     with Job(tmp_path, steps=40) as job:
-        roster.JOIN_WINDOW = 1_000.0
+        limits.JOIN_WINDOW = 1_000.0
         job.start("c", slow_from=20)
         job.begin("a", "b")
         job.finish("a", "b", "c")
@@ -135,7 +135,7 @@ def test_a_slow_node_is_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("fault", "option"), [({"slow_from": 20}, {"drop_slow": 5.0}), ({"hangs_at": 20}, {"timeout": 2.0})])
 def test_a_slow_or_hung_node_is_dropped_where_asked(tmp_path: Path, fault: dict[str, int], option: dict[str, float]) -> None:
     with Job(tmp_path, steps=40, pause=0.15 if "slow_from" in fault else 0.01, **option) as job:
-        roster.JOIN_WINDOW = 1_000.0
+        limits.JOIN_WINDOW = 1_000.0
         job.start("c", **fault)
         job.begin("a", "b")
         job.wait(lambda: any("c is dropped: others have waited for it" in line for line in job.lines), "c is dropped")
@@ -158,18 +158,41 @@ def test_training_goes_on_without_the_coordinator_and_newcomers_come_in_when_it_
         assert job.check_means(*job.nodes) > 90
 
 
-def test_a_member_that_dies_while_there_is_no_coordinator_is_missed_when_it_is_back(tmp_path: Path) -> None:
-    with Job(tmp_path, steps=200) as job:
+@pytest.mark.parametrize("method", ["pga", "aga", "slowmo"])
+@pytest.mark.usefixtures("soon_silent")
+def test_a_member_dies_while_there_is_no_coordinator_and_the_others_train_on_and_meet_when_it_is_back(tmp_path: Path, method: str) -> None:
+    with Job(tmp_path, steps=300, method=method, min_nodes=2, alone_after=0.5) as job:
         job.begin("a", "b", "c")
         job.wait_until("a", 10)
         job.stop_coordinator()
         job.signal("c", signal.SIGKILL)
-        time.sleep(0.5)  # the others go on to their next global average, and wait there
-        usual, roster.SILENCE = roster.SILENCE, 1.0
+        job.wait_until("a", job.step_of("a") + 60)
+        job.wait_until("b", job.step_of("b") + 60)
+        assert len(job.last_row("a")["members"]) == 3  # of its last epoch
         job.start_coordinator(job.address)
-        roster.SILENCE = usual
         job.finish("a", "b")
         assert survivors_kept_their_steps(job, "ab")
+        said = (tmp_path / "a.err").read_text()
+        assert said.count("there is no coordinator. Until it is back") == 1
+        alone = [row["k"] for row in job.rows("a") if "by" in row and row["by"] is None]
+        assert len(alone) > 3
+        together = [row for row in job.rows("a") if row.get("by") == ["a", "b"] and row["k"] > alone[-1]]
+        assert together  # the averages after the coordinator came back
+        assert job.check_means("a", "b", "c", exact=method != "slowmo") > 10
+
+
+def test_without_a_coordinator_the_last_of_two_nodes_waits_as_min_nodes_says(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=60, min_nodes=2, alone_after=0.2) as job:
+        job.begin("a", "b", min_nodes=2)
+        job.wait_until("a", 10)
+        job.stop_coordinator()
+        job.signal("b", signal.SIGKILL)
+        time.sleep(1.5)
+        assert job.step_of("a") < 20
+        job.start_coordinator(job.address)
+        job.start("b2")
+        job.finish("a", "b2")
+        assert survivors_kept_their_steps(job, "a")
 
 
 @pytest.mark.parametrize("min_nodes", [1, 2])
@@ -252,14 +275,14 @@ def test_what_does_not_fit_is_refused_before_a_connection(tmp_path: Path) -> Non
         rumor.elastic("http://node0:29510")
     with pytest.raises(ValueError, match=r"lazy=True does not go with rumor\.elastic"):
         rumor.Averager(model, rumor.local_sgd(H=4), group=group, lazy=True)
-    usual, link.CONNECT_WITHIN = link.CONNECT_WITHIN, 0.5
+    usual, limits.CONNECT_WITHIN = limits.CONNECT_WITHIN, 0.5
     try:
         with pytest.raises(ConnectionError, match=r"no coordinator at 127.0.0.1:1.*rumor coordinator --bind"):
             rumor.Averager(model, rumor.local_sgd(H=4), group=group)
         with pytest.raises(ConnectionError, match=r"does not know the host 'no.such.host'"):
             rumor.Averager(model, rumor.local_sgd(H=4), group=rumor.elastic("no.such.host:29510"))
     finally:
-        link.CONNECT_WITHIN = usual
+        limits.CONNECT_WITHIN = usual
     for options, why in (({"min_nodes": 0}, "min_nodes"), ({"timeout": 0}, "timeout"), ({"drop_slow": 1.0}, "drop_slow")):
         with pytest.raises(ValueError, match=why):
             rumor.elastic("host", **options)
@@ -270,9 +293,15 @@ def saving_node(address: str, name: str, folder: str, steps: int) -> None:
     model = Model()
     opt = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     averager = rumor.Averager(model, METHODS["pga"](), group=rumor.elastic(address, name), optimizer=opt)
+    before = averager.share_of(1_000)
     first = rumor.load(f"{folder}/checkpoints", averager, optimizer=opt) or 0
     Path(folder, f"{name}.first").write_text(str(first))
+    after = averager.share_of(2_000)
+    Path(folder, f"{name}.positions").write_text(f"{before.position} {after.position}")
+    draws = [iter(before), iter(after)]
     while averager.steps < steps:
+        for draw in draws:
+            next(draw)
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         opt.step()
@@ -294,12 +323,12 @@ def test_checkpoints_work_as_members_change_and_start_a_job_whose_nodes_are_all_
 
     for names, steps in (("abc", 10**9), ("xyz", 200)):
         with Job(tmp_path, steps) as job:
-            roster.JOIN_WINDOW = 1_000.0
+            limits.JOIN_WINDOW = 1_000.0
             for name in names:
                 job.nodes[name] = warm.context.Process(target=saving_node, args=(str(job.address), name, str(tmp_path), steps), daemon=True)
                 job.nodes[name].start()
             job.wait_until_here(*names)
-            roster.JOIN_WINDOW = 0.0
+            limits.JOIN_WINDOW = 0.0
             if names == "abc":
                 job.wait(lambda: reached("a") >= 40, "a saves")
                 job.signal("b", signal.SIGKILL)
@@ -310,6 +339,10 @@ def test_checkpoints_work_as_members_change_and_start_a_job_whose_nodes_are_all_
     first = [int((tmp_path / f"{name}.first").read_text()) for name in "xyz"]
     assert first[0] >= 80
     assert len({*first}) == 1
+    positions = {(tmp_path / f"{name}.positions").read_text() for name in "xyz"}
+    assert len(positions) == 1
+    for position in map(int, positions.pop().split()):  # of 2 or 3 members at each step
+        assert 2 * first[0] <= position <= 3 * first[0] + 3
     assert len({(tmp_path / f"{name}.end").read_text() for name in "xyz"}) == 1
 
 
@@ -320,11 +353,11 @@ def test_nodes_of_several_ranks_come_and_go_as_a_whole(tmp_path: Path, method: s
         job.start(f"{name}.1", local_rank=1)
 
     with Job(tmp_path, steps=100, method=method, average_state="global") as job:
-        roster.JOIN_WINDOW = 1_000.0
+        limits.JOIN_WINDOW = 1_000.0
         for name in "ab":
             start(job, name)
         job.wait_until_here("a", "b")
-        roster.JOIN_WINDOW = 0.0
+        limits.JOIN_WINDOW = 0.0
         job.wait_until("a.1", 10)
         start(job, "c")
         job.wait_until("c.1", 20)
@@ -335,12 +368,44 @@ def test_nodes_of_several_ranks_come_and_go_as_a_whole(tmp_path: Path, method: s
             first, second = (
                 {row["k"]: row["after"] for row in job.rows(rank) if "after" in row and "k" in row} for rank in (name, f"{name}.1")
             )
-            assert len(first) > 10
+            assert len(first) > 3
             assert first == second
             assert job.rows(name)[0]["momentum"] == job.rows(f"{name}.1")[0]["momentum"]
             assert job.rows(name)[-1]["momentum"] == job.rows(f"{name}.1")[-1]["momentum"]
         assert job.check_means("a", "b", "c", exact=method != "slowmo") > 15
         assert survivors_kept_their_steps(job, ["a", "a.1"])
+
+
+@pytest.mark.long
+def test_nodes_under_torchrun_wait_for_others_longer_than_their_time_out_and_come_and_go(tmp_path: Path) -> None:
+    options = {"steps": 500, "pause": 0.02, "min_nodes": 2, "local_timeout": 10, "silence": 1.0}
+
+    def start(name: str) -> warm.Job:
+        module = ["-m", "tests.elastic", str(job.address), name, str(tmp_path), json.dumps(options)]
+        node = warm.Job([*warm.TORCHRUN, "2", "--max-restarts", "3", *module], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, fresh=True)
+        return nodes.enter_context(node)
+
+    def says(name: str, what: str) -> bool:
+        return what in (tmp_path / f"{name}.err").read_text()
+
+    with Job(tmp_path, steps=500, min_nodes=2) as job, ExitStack() as nodes:
+        a = start("a")
+        job.wait_until_here("a")
+        job.wait(lambda: says("a", "waiting for nodes: 1 here, 2 needed"), "a waits")
+        time.sleep(5.0)  # longer than its ranks may wait for each other, all in all
+        b = start("b")
+        job.wait_until("b.1", 20)
+        for pid in (b.pid, *warm.children(b.pid)):  # the whole node
+            os.kill(pid, signal.SIGKILL)
+        job.wait(lambda: "b is lost: its connection has ended" in job.lines, "b is lost")
+        c = start("c")
+        job.wait_until("c.1", job.step_of("a") + 20)
+        os.kill(warm.children(c.pid)[-1], signal.SIGKILL)  # one rank: torchrun starts its node again
+        job.wait(lambda: sum(line == "c is here" for line in job.lines) == 2, "c is back")
+        assert [a.wait(), c.wait()] == [0, 0], f"{a.output()} {c.output()} {job.story()}"
+        assert survivors_kept_their_steps(job, ["a", "a.1"])
+        ends = [job.rows(name)[-1] for name in ("a", "a.1", "c", "c.1")]
+        assert all(end["finished"] == 500 and end["after"] == ends[0]["after"] for end in ends)
 
 
 def forking_node(address: str, folder: str, then: str) -> None:
@@ -364,7 +429,7 @@ def forking_node(address: str, folder: str, then: str) -> None:
 @pytest.mark.parametrize("then", ["fork", "leave", "end"])
 def test_a_node_that_ends_in_any_way_is_gone_at_once(tmp_path: Path, then: str) -> None:
     with Job(tmp_path, steps=60) as job:
-        roster.JOIN_WINDOW = 1_000.0
+        limits.JOIN_WINDOW = 1_000.0
         job.nodes["x"] = warm.context.Process(target=forking_node, args=(str(job.address), str(tmp_path), then))
         job.nodes["x"].start()
         job.wait_until_here("x")

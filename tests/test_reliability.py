@@ -1,6 +1,7 @@
 """Things that break: killed nodes, cut links, slow nodes, models that are not finite, uneven data, signals.
 
-All tests use real processes and have a deadline. docs/reliability.md says what a user sees in each case and names the test.
+All tests use real processes and have a deadline. docs/reliability.md says what a user sees in each case,
+and docs/contributing-tests.md names the test.
 """
 
 import json
@@ -580,6 +581,20 @@ def test_a_process_that_is_ending_is_waited_for() -> None:
         closing.start()
         assert "node 1 is lost (its process is gone)" in liveness.likely_reason(at, hung_up)
         closing.join()
+
+
+def test_what_torchrun_has_ended_since_is_told_from_the_first_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        doors = {"node 1": first.getsockname(), "node 2": second.getsockname()}
+    says = "one of them was lost first, and torchrun has ended others"
+    for name, run_id, is_said in (("node 1", "x", False), (None, None, False), (None, "x", True)):
+        if run_id is None:
+            monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        else:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+        reason = liveness.likely_reason(doors if name is None else {name: doors[name]}, RuntimeError("Timed out waiting 5000ms"))
+        assert "node 1 is lost (its process is gone)" in reason
+        assert (says in reason) == is_said
 
 
 OUTLIVED = """

@@ -6,9 +6,21 @@ from typing import Any
 
 import pytest
 
-from rumor.membership.member import FAILURES, HUNG_LEAST, RETRY_AFTER, STUCK
-from rumor.membership.protocol import PROTOCOL, SILENCE, decode, parse_address
-from rumor.membership.roster import JOIN_WINDOW, START_GRACE, Roster
+from rumor.membership.limits import (
+    DROPPED_FIRST,
+    FAILURES,
+    FIRST_STEP,
+    FORGIVEN_AFTER,
+    HUNG_LEAST,
+    JOIN_WINDOW,
+    RETRY_AFTER,
+    SILENCE,
+    START_GRACE,
+    STUCK,
+)
+from rumor.membership.member import Member, difference, limit_of, shortened, silence_of
+from rumor.membership.protocol import LONGEST_LINE, PROTOCOL, decode, encode, parse_address
+from rumor.membership.roster import Roster
 
 BEGIN = max(START_GRACE, JOIN_WINDOW)
 
@@ -369,3 +381,104 @@ def test_state_that_travels_is_progress_and_a_member_that_is_stuck_is_dropped() 
     room.later(STUCK + 1, "a", "b", k=3, computing=False)
     assert "has not noticed" in room.last("b", "dropped")["why"]  # type: ignore[index]
     assert room.members("a") == ["a"]
+
+
+def member(step_seconds: float, **options: float) -> Member:
+    given: dict[str, Any] = {"timeout": None, "drop_slow": None, **options}
+    return Member("a", "a", {}, [], 1, given["timeout"], given["drop_slow"], 0.0, 0.0, step_seconds=step_seconds)
+
+
+@pytest.mark.parametrize(("step", "silent", "hung"), [(0.01, 5.0, 60.0), (3.0, 6.0, 60.0), (30.0, 30.0, 300.0), (300.0, 30.0, 3_000.0)])
+def test_limits_follow_the_step_time(step: float, silent: float, hung: float) -> None:
+    assert silence_of(member(step)) == silent
+    assert limit_of(member(step), [member(step)]) == hung
+    assert limit_of(member(0.01), [member(step)]) == hung  # the slowest counts
+    assert limit_of(member(step, drop_slow=5.0), [member(step)]) == max(1.0, 5 * step)
+
+
+def test_a_first_step_may_take_longer() -> None:
+    """It compiles, or a GPU warms up."""
+    assert limit_of(member(0.0), [member(0.01)]) == limit_of(member(0.0, drop_slow=5.0), [member(0.01)]) == FIRST_STEP
+    assert limit_of(member(0.0, timeout=7.0), [member(0.01)]) == 7.0
+
+
+def test_a_slow_node_that_is_dropped_again_stays_out_longer_each_time() -> None:
+    room = Room()
+    for uid in "abc":
+        room.hello(uid, drop_slow=10.0)
+        room.ready(uid, "join")
+    room.later(BEGIN, *"abc")
+    pauses = []
+    for _ in range(4):
+        drops = len([kind for kind, _ in room.said["c"] if kind == "dropped"])
+        while len([kind for kind, _ in room.said["c"] if kind == "dropped"]) == drops:
+            room.now += 0.5
+            for uid in "abc":
+                room.beat(uid, 3, computing=uid == "c")
+            room.roster.tick(room.now)
+        dropped_at = room.now
+        room.ready("c", "join")
+        while room.last("a", "news")["newcomers"] == 0:  # type: ignore[index]
+            room.later(0.5, *"abc", k=3)
+        pauses.append(room.now - dropped_at)
+        for stage in ("before", "after"):
+            for uid in "ab":
+                room.ready(uid, stage, 4)
+        assert room.members("c") == ["a", "b", "c+"]
+    assert pauses == [0.0, DROPPED_FIRST, 2 * DROPPED_FIRST, 4 * DROPPED_FIRST]
+    assert room.last("c", "dropped")["why"].endswith("It may come back in 40 s")  # type: ignore[index]
+    slow = room.roster.nodes["c"]
+    assert slow.pause(room.now + FORGIVEN_AFTER + 1) == 0.0
+
+
+def test_a_slow_node_is_let_in_at_once_if_there_are_not_enough_without_it() -> None:
+    room = Room(min_nodes=2).began("a", "b")
+    slow = room.roster.nodes["b"]
+    slow.drops, slow.dropped_at = 3, room.now
+    room.roster._drop(slow, "it is slow", room.now)
+    slow.pause(room.now)
+    room.ready("a", "before", 5)
+    assert len(room.members("a")) == 2
+    room.ready("b", "join")
+    assert room.members("a") == ["a"]
+    assert room.last("a", "news")["newcomers"] == 1  # type: ignore[index]
+
+
+def test_one_that_waits_after_an_average_goes_on_if_others_did_so_without_a_coordinator() -> None:
+    room = Room()
+    room.hello("a", epoch=7, members=("a", "b"))
+    room.hello("b", epoch=7, members=("a", "b"))
+    room.ready("a", "after", 6)
+    room.beat("b", 6, stepping=-1)
+    assert room.last("a", "same") is None
+    room.beat("b", 6, computing=False, stepping=6)
+    assert room.last("a", "same") == {}
+
+
+def test_members_that_went_on_alone_meet_where_the_furthest_is() -> None:
+    room = Room()
+    for uid in "abc":
+        room.hello(uid, epoch=7, members=("a", "b", "c"))
+    room.ready("a", "before", 103)
+    room.ready("b", "before", 43)
+    assert room.last("b", "passed") == {"schedule": [103, 0]}
+    room.ready("c", "before", 91)
+    assert room.last("c", "passed") == {"schedule": [103, 0]}
+    for uid in "bc":
+        room.ready(uid, "before", 103)
+    assert room.members("a") == ["a", "b", "c"]
+
+
+def test_a_model_of_thousands_of_tensors_is_compared_in_one_short_line() -> None:
+    tensors = [f"layers.{i}.weight [1024, 1024] torch.float32" for i in range(100_000)]
+    texts = [", ".join(tensors), ", ".join([*tensors[:50], "other [1]", *tensors[51:]]), ", ".join([*tensors[:-1], "other [1]"])]
+    setups = [{"model": shortened(text)} for text in texts]
+    assert all(len(encode("hello", setup=setup)) < LONGEST_LINE / 8 for setup in setups)
+    assert difference(setups[0], setups[0]) is None
+    early, late = difference(setups[0], setups[1]), difference(setups[0], setups[2])
+    assert early is not None
+    assert early.startswith("nodes disagree on the model: the others have ... layers.50.weight [1024, 1024]")
+    assert "this node has ... other [1], layers.51.weight" in early
+    assert late is not None
+    assert late.count("sha256") == 2
+    assert max(len(early), len(late)) < 600

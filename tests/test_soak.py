@@ -11,9 +11,9 @@ from tests import warm
 
 sys.path.insert(0, str(warm.ROOT / "benchmarks"))
 
-from page import soak
 from soak import compared, plans
 from soak_notes import Kill, Life, Note, findings, read_lives
+from soak_tables import jobs, kept, soak_headline
 
 H, STEPS = 6, 60
 
@@ -84,9 +84,12 @@ def test_the_table_shows_what_is_kept() -> None:
     lives = [life(pid, 0.0, range(1, STEPS + 1)) for pid in range(2)]
     killed = findings(lives, [Kill(1.95, 1, 1, 20)], 2, STEPS, H)
     both = compared(findings(lives, [], 2, STEPS, H) | {"accuracy": 0.9}, killed | {"accuracy": 0.8})
-    text = soak({"processes": 2, "steps": STEPS, "plan": [[20, 1, 0.5]], "found": {"ours": both}})
-    assert "2 nodes, 60 steps, 1 kills" in text
-    assert "80.0%" in text
+    results = {"processes": 2, "steps": STEPS, "plan": [[20, 1, 0.5]], "found": {"ours": both, "theirs": both}}
+    share = f"{100 * both['throughput_kept']:.0f} %"
+    assert "2 nodes, 60 steps, 1 kills" in kept(results)
+    assert f"**{share}**" in kept(results)
+    assert "| 90.0 %, 80.0 % |" in jobs(results)
+    assert f"keeps **{share} of its throughput**. The same kills leave {share} (theirs)." in soak_headline(results)
 
 
 @pytest.mark.long

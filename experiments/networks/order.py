@@ -91,33 +91,64 @@ def _of_text(table: str, recipe: str) -> tuple[Pair, ...]:
 OF_TEXT = _of_text("11", "") + _of_text("11 earlier", "earlier")
 
 
-def order_table(pairs: tuple[Pair, ...], store: Store, least_steps: int = 0) -> list[tables.Row]:
-    """A row for each pair whose runs both have at least three seeds and `least_steps` steps.
+class Compared(NamedTuple):
+    """The difference of a pair in the paper, if it has it, and ours with its interval: in points of accuracy, or of loss."""
+
+    pair: Pair
+    paper: float | None
+    ours: float
+    interval: tuple[float, float]
+    is_accuracy: bool
+
+    @property
+    def name(self) -> str:
+        return " - ".join(_described(run, self.pair) for run in self.pair[1:])
+
+    @property
+    def verdict(self) -> str:
+        return "-" if self.paper is None else verdict(self.paper, self.ours, self.interval, ALIKE[self.is_accuracy])
+
+    def shown(self) -> tuple[str, str, str]:
+        """Format the paper's difference, ours, and our interval."""
+        digits = 2 if self.is_accuracy else 3
+        low, high = (f"{end:+.{digits}f}" for end in self.interval)
+        return "-" if self.paper is None else f"{self.paper:+.2f}", f"{self.ours:+.{digits}f}", f"{low} to {high}"
+
+
+def compared(pairs: tuple[Pair, ...], store: Store, least_steps: int = 0) -> list[Compared]:
+    """Compare each pair whose runs both have at least three seeds and `least_steps` steps.
 
     A tuned table without trials has the runs of the plain one, which are compared once.
     """
-    rows: dict[object, tables.Row] = {}
+    rows: dict[object, Compared] = {}
     for pair in pairs:
         found, keys = compare.of_table(Table(pair[1:], MOST_SEEDS), store), tuple(map(store.key, pair[1:]))
         interval = compare.interval(*found) if len(found) == 2 else None
         if interval is not None and min(seeds.steps for seeds in found) >= least_steps and keys not in rows:
-            rows[keys] = _row(pair, compare.difference(*found), interval, is_accuracy=found[0].is_accuracy)
+            theirs = [reported(pair.table, run) for run in pair[1:]]
+            paper = round(theirs[0].value - theirs[1].value, 2) if theirs[0] and theirs[1] else None
+            times, is_accuracy = (100, True) if found[0].is_accuracy else (1, False)
+            ends = (times * interval[0], times * interval[1])
+            rows[keys] = Compared(pair, paper, times * compare.difference(*found), ends, is_accuracy)
     return list(rows.values())
 
 
-def _row(pair: Pair, ours: float, interval: tuple[float, float], is_accuracy: bool) -> tables.Row:
-    theirs = [reported(pair.table, run) for run in pair[1:]]
-    paper = round(theirs[0].value - theirs[1].value, 2) if theirs[0] and theirs[1] else None
-    digits, times = (2, 100) if is_accuracy else (3, 1)
-    low, high = (times * end for end in interval)
-    return {
-        "table": pair.table,
-        "compared": " - ".join(_described(run, pair) for run in pair[1:]),
-        "paper": "-" if paper is None else f"{paper:+.2f}",
-        "ours": f"{times * ours:+.{digits}f}",
-        "95 % interval": f"{low:+.{digits}f} to {high:+.{digits}f}",
-        "verdict": "-" if paper is None else verdict(paper, times * ours, (low, high), ALIKE[is_accuracy]),
-    }
+def order_table(pairs: tuple[Pair, ...], store: Store, least_steps: int = 0) -> list[tables.Row]:
+    """A row for each pair of `compared`."""
+    rows: list[tables.Row] = []
+    for found in compared(pairs, store, least_steps):
+        paper, ours, interval = found.shown()
+        rows.append(
+            {
+                "table": found.pair.table,
+                "compared": found.name,
+                "paper": paper,
+                "ours": ours,
+                "95 % interval": interval,
+                "verdict": found.verdict,
+            }
+        )
+    return rows
 
 
 def verdict(paper: float, ours: float, interval: tuple[float, float], alike: float) -> str:

@@ -1,8 +1,8 @@
-"""Write the tables and pictures of docs/networks.md from the results files.
+"""Write the tables, the first sentences and the pictures of docs/networks.md from the results files.
 
     python experiments/networks/page.py            # rewrites the text between <!-- table X --> and <!-- end -->
 
-No number of these tables is typed by hand.
+No number of these blocks is typed by hand.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from images.study import RECIPES as IMAGE_RECIPES
 from images.study import TABLES as IMAGES
 from images.study import settings_of as image_settings
 from logistic import tables
-from networks import compare, order
+from networks import compare, verdicts
 from networks.compare import Seeds
 from networks.paper import Reported, reported
-from networks.pictures import draw_curves, draw_periods
+from networks.pictures import draw_curves, draw_order, draw_periods
 from networks.runs import Run, Table
 from networks.store import Settings, Store, rows_of
 from text.study import RECIPES as TEXT_RECIPES
@@ -46,23 +46,36 @@ def image_table(name: str, table: Table, store: Store) -> str:
     """Accuracies beside the paper's; for Table 7 a second table with the time to the target."""
 
     def row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
-        return {
+        row: tables.Row = {
             "method": _method(seeds.run, name),
             "accuracy, %": _over_seeds(seeds, 100, 2),
             "paper: %": f"{paper.value:.2f}" if paper else "-",
             "p": _p(seeds, parallel),
-            "worst node": f"{100 * seeds.worst_node:.2f}",
-            "global steps": f"{seeds.global_share:.1%}",
-            _hours_title(name, table): _hours(seeds, paper, 2),
         }
+        if name == "labels":
+            row["worst node"] = f"{100 * seeds.worst_node:.2f}"
+        return row | _hours(name, table, seeds, paper, 2)
 
     def target_row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
         reached = "-" if parallel is None else _to_target(seeds, parallel.mean - BELOW)
         papers = paper.to_target if paper else "-"
         return {"method": _method(seeds.run, name), "epochs / hours to target": reached, "paper: epochs / hours to 76 %": papers}
 
-    parts = (row_of, target_row_of) if name.startswith("7") else (row_of,)
+    has_target = any(paper and paper.to_target for paper in (reported(name, run) for run in table.runs))
+    parts = (row_of, target_row_of) if name.startswith("7") and has_target else (row_of,)
     return "\n\n".join(_table(name, table, store, part) for part in parts)
+
+
+def nodes_table(table: Table, store: Store) -> str:
+    """Table 10: a row for each number of nodes, with our accuracies and the paper's in brackets."""
+    rows: dict[int, tables.Row] = {}
+    for seeds in compare.of_table(table, store):
+        paper = reported("10", seeds.run)
+        row = rows.setdefault(seeds.run.nodes, {"nodes": seeds.run.nodes})
+        row[f"{seeds.run.name} (paper), %"] = f"{100 * seeds.mean:.2f} ± {100 * seeds.deviation:.2f}" + (
+            f" ({paper.value:.1f})" if paper else ""
+        )
+    return tables.as_text(list(rows.values())) if rows else NOT_YET
 
 
 def _table(name: str, table: Table, store: Store, row_of: Callable[[Seeds, Seeds | None, Reported | None], tables.Row]) -> str:
@@ -73,13 +86,12 @@ def _table(name: str, table: Table, store: Store, row_of: Callable[[Seeds, Seeds
     return tables.as_text([{k: v for k, v in row.items() if k not in unreported} for row in rows]) if rows else NOT_YET
 
 
-def _hours_title(name: str, table: Table) -> str:
-    papers = (reported(name, run) for run in table.runs)
-    return "hours (paper)" if any(paper and paper.hours for paper in papers) else "hours"
-
-
-def _hours(seeds: Seeds, paper: Reported | None, digits: int) -> str:
-    return f"{seeds.hours:.{digits}f}" + (f" ({paper.hours:.{digits}f})" if paper and paper.hours else "")
+def _hours(name: str, table: Table, seeds: Seeds, paper: Reported | None, digits: int) -> tables.Row:
+    """The modelled hours and the paper's, in tables for which the paper has them."""
+    papers = [reported(name, run) for run in table.runs]
+    if not all(each and each.hours for each in papers) or paper is None:
+        return {}
+    return {"hours (paper)": f"{seeds.hours:.{digits}f} ({paper.hours:.{digits}f})"}
 
 
 def _parallel(seeds: Seeds, found: list[Seeds]) -> Seeds | None:
@@ -128,9 +140,7 @@ def text_table(name: str, table: Table, store: Store) -> str:
             "held-out loss": _over_seeds(seeds, 1, 3),
             "paper: loss": f"{paper.value:.2f}" if paper else "-",
             "p": _p(seeds, parallel),
-            "worst node": f"{seeds.worst_node:.3f}",
-            "global steps": f"{seeds.global_share:.1%}",
-            _hours_title(name, table): _hours(seeds, paper, 1),
+            **_hours(name, table, seeds, paper, 1),
         }
 
     return _table(name, table, store, row_of)
@@ -141,19 +151,17 @@ def bits_table(table: Table, store: Store) -> str:
     found = compare.of_table(table, store)
     float32 = {seeds.run: seeds for seeds in found if seeds.run.bits == 32}
     rows: list[tables.Row] = []
-    for seeds in found:
+    for seeds in (each for each in found if each.run.bits < 32):
         run, plain = seeds.run, float32[replace(seeds.run, bits=32)]
-        marks = [f"{run.nodes} nodes"] if len({each.nodes for each in table.runs}) > 1 else []
+        marks = [f"{run.nodes} nodes"] if run.nodes != 32 else []
         marks += [run.split] if run.split != "iid" else []
         value, times, digits = ("accuracy, %", 100, 2) if seeds.is_accuracy else ("held-out loss", 1, 3)
         rows.append(
             {
                 "method": ", ".join([run.method, *marks]),
                 "bits": run.bits,
-                value: _over_seeds(seeds, times, digits),
-                "- float32's": _away(seeds, plain, times, digits),
-                "training loss": _over_seeds(seeds.in_training(), 1, 4),
-                "- that of float32": _away(seeds.in_training(), plain.in_training(), 1, 4),
+                f"{value}: - float32's": _away(seeds, plain, times, digits),
+                "training loss: - float32's": _away(seeds.in_training(), plain.in_training(), 1, 4),
             }
         )
     return tables.as_text(rows) if rows else NOT_YET
@@ -161,7 +169,7 @@ def bits_table(table: Table, store: Store) -> str:
 
 def _away(seeds: Seeds, plain: Seeds, times: int, digits: int) -> str:
     """Format the difference to the run with float32, and its p."""
-    return "-" if seeds.run == plain.run else f"{times * compare.difference(seeds, plain):+.{digits}f}, p = {_p(seeds, plain)}"
+    return f"{times * compare.difference(seeds, plain):+.{digits}f}, p = {_p(seeds, plain)}"
 
 
 def rates_table(by_rate: Mapping[float, Store]) -> str:
@@ -191,52 +199,52 @@ def at_best(by_run: dict[Run, dict[float, Seeds]]) -> list[tuple[float, Seeds]]:
     return [min(at.items(), key=lambda tried: (-len(tried[1].values), tried[1].mean)) for at in by_run.values()]
 
 
-def time_table(stores: list[tuple[dict[str, Table], Store]]) -> str:
-    """GPU minutes of each table. A run in several tables counts in the first."""
-    rows: list[tables.Row] = []
-    runs, all_minutes = 0, 0.0
+def time_line(stores: list[tuple[dict[str, Table], Store]]) -> str:
+    """The GPU minutes of all runs. A run in several tables counts once."""
+    runs, minutes = 0, 0.0
     for of_study, store in stores:
         counted: set[object] = set()
-        for name, table in of_study.items():
+        for table in of_study.values():
             found = [seeds for seeds in compare.of_table(table, store) if store.key(seeds.run) not in counted]
             counted |= {store.key(seeds.run) for seeds in found}
-            if found:
-                count, minutes = sum(len(seeds.values) for seeds in found), sum(seeds.seconds for seeds in found) / 60
-                runs, all_minutes = runs + count, all_minutes + minutes
-                rows.append({"table": name, "runs": count, "GPU minutes": f"{minutes:.1f}"})
-    return tables.as_text([*rows, {"table": "all", "runs": runs, "GPU minutes": f"{all_minutes:.1f}"}]) if rows else NOT_YET
+            runs, minutes = runs + sum(len(seeds.values) for seeds in found), minutes + sum(seeds.seconds for seeds in found) / 60
+    return f"All {runs} runs took {minutes:.0f} minutes of one GPU, with an evaluation after each epoch."
 
 
-def step_table() -> str:
-    """Milliseconds of a simulated step beside one big batch."""
+def step_line() -> str:
+    """Milliseconds of a simulated step beside one big batch, and beside a loop."""
     if not STEP_TIMES.exists():
         return NOT_YET
     seconds = json.loads(STEP_TIMES.read_text())["seconds"]
-    others = [name for name in seconds if "big batch" in name or "graph" in name]
-    rows = [
-        {"a step": name, "ms": f"{1e3 * s:.2f}", **{f"times {o}": f"{s / seconds[o]:.2f}" for o in others}} for name, s in seconds.items()
-    ]
-    return tables.as_text(rows)
+    ours, big, graph, loop = (next(name for name in seconds if part in name) for part in ("Gossip-PGA", "big batch", "graph", "loop"))
+    took = seconds[ours]
+    return (
+        f"A simulated step of 32 nodes with Gossip-PGA takes {1e3 * took:.1f} ms: {took / seconds[big]:.2f} times as long as the same\n"
+        f"images in one big batch, compiled, and {took / seconds[graph]:.2f} times as long as that in a CUDA graph. "
+        f"A loop over 32 modules takes {1e3 * seconds[loop]:.0f} ms."
+    )
 
 
 def filled_in(text: str, images: Store, words: Store, by_rate: Mapping[float, Store]) -> str:
     """Return the page with every table rebuilt from the results. `by_rate` has the earlier text results by learning rate."""
     of_images = {_word(name): name for name in IMAGES}
     of_text = {_word(name): name for name in TEXT}
+    others = [({f"11 earlier, rate {lr:g}": TEXT["11 earlier"]}, store) for lr, store in by_rate.items() if lr != LR]
+    whole: dict[str, Callable[[], str]] = {
+        "headline": lambda: verdicts.headline(images),
+        "headline-table": lambda: verdicts.headline_table(images),
+        "order": lambda: verdicts.counted(images, words),
+        "order-differs": lambda: verdicts.differing(images, words),
+        "10": lambda: nodes_table(IMAGES["10"], images),
+        "bits": lambda: bits_table(IMAGES["bits"], images),
+        "rates": lambda: rates_table(by_rate),
+        "gpu-minutes": lambda: time_line([(IMAGES, images), (TEXT, words), *others]),
+        "simulated-step": step_line,
+    }
 
     def make(word: str) -> str:
-        if word == "gpu-minutes":
-            others = [({f"11 earlier, rate {lr:g}": TEXT["11 earlier"]}, store) for lr, store in by_rate.items() if lr != LR]
-            return time_table([(IMAGES, images), (TEXT, words), *others])
-        if word == "rates":
-            return rates_table(by_rate)
-        if word == "simulated-step":
-            return step_table()
-        if word == "order":
-            of_words = order.order_table(order.OF_TEXT, words, least_steps=order.LONG_ENOUGH)
-            return tables.as_text([*order.order_table(order.OF_IMAGES, images), *of_words])
-        if word == "bits":
-            return bits_table(IMAGES["bits"], images)
+        if word in whole:
+            return whole[word]()
         if word in of_images:
             return image_table(of_images[word], IMAGES[of_images[word]], images)
         return text_table(of_text[word], TEXT[of_text[word]], words)
@@ -285,7 +293,13 @@ def main() -> None:
     page, (images, words, by_rate) = ROOT / "docs" / "networks.md", stores()
     tables.write(page, filled_in(page.read_text(), images, words, by_rate))
     pictures, bands = page.with_suffix(""), "one-peer exponential graph: mean of the seeds; bands: one standard deviation"
-    if found := compare.of_table(IMAGES["7 at 120 epochs"], images) or compare.of_table(IMAGES["7"], images):
+    first = verdicts.against_parallel(images)
+    title = "Table 7: accuracy minus Parallel SGD's, with our 95 % interval"
+    draw_order(first, [found.pair.first.name for found in first], title, pictures / "first.png")
+    everything = verdicts.of_images(images)
+    names = [f"{found.name} ({found.pair.table})" for found in everything]
+    draw_order(everything, names, "All differences on images (table), with our 95 % interval", pictures / "order.png", size=9)
+    if found := compare.of_table(IMAGES[verdicts.first_table(images)], images):
         title, measures = f"CIFAR-10, 32 nodes, {bands}", ["training loss", "test accuracy, %"]
         if all(point.trained is not None for seeds in found for curve in seeds.curves for point in curve):
             measures.append("training accuracy, %")  # the paper's figure 8
@@ -295,10 +309,6 @@ def main() -> None:
     if found := compare.of_table(TEXT["11"], words) or compare.of_table(TEXT["11 earlier"], words):
         title = f"BERT, 8 nodes, {bands}"
         draw_curves(found, ("training loss", "held-out loss"), title, pictures / "figure-3.png")
-    if best := at_best(runs_by_rate(by_rate)):
-        title = f"BERT, 8 nodes, each method at its best learning rate, {bands}"
-        names = [f"{seeds.run.name}, {lr:g}" for lr, seeds in best]
-        draw_curves([seeds for _, seeds in best], ("training loss", "held-out loss"), title, pictures / "rates.png", names)
 
 
 if __name__ == "__main__":

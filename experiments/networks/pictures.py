@@ -1,4 +1,4 @@
-"""Training curves as in the paper's figures 2, 3 and 8: over iterations on the left, over modelled hours on the right."""
+"""Pictures of docs/networks.md: differences beside the paper's, and training curves as in its figures 2, 3 and 8."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from networks.compare import Seeds
+from networks.order import Compared
 from rumor.checkpoint.files import replacing
 from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
@@ -21,6 +22,39 @@ LOOKS = {  # colour and dashes; the dashes tell curves apart in grey print
     "Gossip-AGA": (GREEN, (0, (7, 2, 1, 2))),
     "SlowMo": (SKY, (0, (4, 1))),
 }
+
+VERDICTS = {"agrees": BLUE, "agrees, wide interval": SKY, "differs in size": ORANGE, "differs": VERMILION}
+
+
+def draw_order(found: Sequence[Compared], names: Sequence[str], title: str, path: Path, size: float = 12) -> None:
+    """Draw each difference in the paper (diamond) and ours (dot, with its 95 % interval, in the colour of the verdict)."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axis = pyplot.subplots(figsize=(7.2, 1.5 + 0.027 * size * len(found)), layout="constrained")
+    rows = range(len(found))
+    for row, one in zip(rows, found, strict=True):
+        reach = [[one.ours - one.interval[0]], [one.interval[1] - one.ours]]
+        axis.errorbar([one.ours], [row], xerr=reach, fmt="o", color=VERDICTS[one.verdict], capsize=3, markersize=0.55 * size)
+    papers = [one.paper for one in found]
+    axis.plot(papers, rows, linestyle="", marker="D", color=BLACK, markerfacecolor="none", markersize=0.6 * size, label="the paper")
+    for kind, colour in VERDICTS.items():
+        if any(one.verdict == kind for one in found):
+            axis.plot([], [], marker="o", color=colour, label=f"ours: {kind}")
+    axis.axvline(0, color=BLACK, linewidth=0.8)
+    axis.set_yticks(rows, names, fontsize=size)
+    axis.tick_params(axis="x", labelsize=size)
+    axis.set_xlabel("points of accuracy" if found[0].is_accuracy else "loss", fontsize=size)
+    axis.invert_yaxis()
+    axis.grid(alpha=0.25, linewidth=0.5)
+    figure.suptitle(title, fontsize=size)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=size - 1, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        figure.savefig(aside, dpi=150)
+    pyplot.close(figure)
 
 
 def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, path: Path, names: Sequence[str] = ()) -> None:

@@ -255,18 +255,16 @@ class Averager:
         """Divide a data set among the members: an endless stream of the numbers of items, each for one member.
 
         `DataLoader(data, batch_size=32, sampler=averager.share_of(data))` never ends, so stop by the number of steps. As members of an
-        elastic group change, so do their shares. A newcomer goes on where the others are.
+        elastic group change, so do their shares. A newcomer goes on where the others are, and a job that `rumor.load` continues goes on
+        where it was saved. If the loader fetches batches ahead (`num_workers=`), these are left out then.
 
         Args:
             data: the data set, or its size.
             seed: of the order, which is another one in each epoch; the same on all members.
         """
         elastic, node = self._elastic, self.replica.node
-        if elastic is None:
-            return MemberSampler(data, lambda: (node.place[0] * node.size + node.place[1], self.engine.n * node.size), seed)
-        sampler = MemberSampler(data, lambda: elastic.place, seed)
-        elastic.add_sampler(sampler)
-        return sampler
+        fixed = node.place[0] * node.size + node.place[1], self.engine.n * node.size
+        return self.replica.samplers.add(MemberSampler(data, lambda: fixed if elastic is None else elastic.place, seed))
 
     def together(self, do: Callable[[], T], otherwise: Callable[[], T] | None = None, rejoins: bool = False) -> T | None:
         """Call `do`, a collective that every rank calls. In an elastic group, `Elastic.together` or `ElasticNode.together` does it."""

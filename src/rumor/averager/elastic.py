@@ -4,6 +4,9 @@
 - Before its next global average it meets the other survivors. They connect anew, bind the method to their number, and average.
 - After a global average in which some node had news of newcomers, all members stop, connect anew with them, and rank 0 hands them all
   that they need. At that moment the members have the same model.
+- Without a coordinator, members go on as they are. If one of them is lost then, the others take all their steps alone, global averages
+  too, and meet at their next global average once the coordinator is back. Those that are behind catch up first. Nobody averages with some
+  of the survivors alone: two parts of a network could then both do so.
 - A global average changes no model until all of it has arrived, so one that a node's death interrupts can be repeated. If some members
   have completed it, the others do without it: they keep their models, and go on to the next.
 """
@@ -23,13 +26,13 @@ from torch import Tensor
 from rumor.averager.job_state import JobState
 from rumor.averager.mail import Mail
 from rumor.averager.replica import Replica
-from rumor.averager.sampler import MemberSampler
 from rumor.engines.processes.gloo_group import GlooGroup, connect, store_server
 from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.membership.group import ElasticGroup
-from rumor.membership.link import Link, Offer
-from rumor.membership.member import listed
+from rumor.membership.link import Link
+from rumor.membership.member import listed, shortened
+from rumor.membership.offer import Offer
 from rumor.membership.protocol import PROTOCOL, Address, Stage
 from rumor.methods.algorithm import Algorithm
 from rumor.metrics import Metrics
@@ -51,6 +54,7 @@ class Elastic:
         algorithm: the method, for any number of nodes.
         setup: what must be the same on all nodes.
         optimizer: whose state newcomers take over, if any.
+        meanwhile: called now and then while this node waits for the next epoch.
 
     Attributes:
         members: names of the members, by rank.
@@ -67,6 +71,7 @@ class Elastic:
         algorithm: Algorithm,
         setup: dict[str, str],
         optimizer: torch.optim.Optimizer | None,
+        meanwhile: Callable[[], object] = lambda: None,
     ):
         self._uid = secrets.token_hex(8)  # tells this node from all others
         self._replica, self._algorithm = replica, algorithm
@@ -76,16 +81,16 @@ class Elastic:
         self._gloo: GlooGroup | None = None
         self._is_member = False  # whether this node has the job's state
         self.has_left = False
-        self._passed: ScheduleState | None = None  # the schedule of those that have completed the average that this node has missed
+        self._missed: ScheduleState | None = None  # the schedule to go on with, if this node has missed an average
         self._is_at_end = False  # whether it came in after the others had made their last average
         self._is_over = False  # whether the coordinator has nothing left to say to this node
-        self._metrics = Metrics()
-        self._computing_since = time.monotonic()
+        self._metrics, self._meanwhile = Metrics(), meanwhile
+        self._computing_since, self._steps_taken = time.monotonic(), 0
         hello = {
             "protocol": PROTOCOL,
             "uid": self._uid,
             "name": group.name,
-            "setup": setup,
+            "setup": {what: shortened(text) for what, text in setup.items()},
             "min_nodes": group.min_nodes,
             "timeout": group.timeout,
             "drop_slow": group.drop_slow,
@@ -110,7 +115,7 @@ class Elastic:
         """Mix the models with those of the members that are there."""
         if self.has_left:
             raise RuntimeError("this node has left the job: call step() before finish() or leave()")
-        self._stop_computing()
+        self._stop_computing(is_step=True)
         self._link.stepping = self._replica.runner.k
         self._transport.has_news = self._link.newcomers > 0
         try:
@@ -139,8 +144,8 @@ class Elastic:
             if self._is_broken:
                 was_broken = True
                 if self._regroup("before"):
-                    if self._passed is not None:
-                        self._replica.runner.step_alone(self._passed)
+                    if self._missed is not None:
+                        self._replica.runner.step_alone(self._missed)
                     return
                 self._transport.has_news = self._link.newcomers > 0
             try:
@@ -174,8 +179,10 @@ class Elastic:
                 if self._is_broken:
                     self._is_member = self._is_member and not rejoins
                     if self._regroup("between"):
-                        if self._passed is not None:
-                            log.warning("rumor: step %d: the others are ahead, so this is of this node's own model", self._replica.runner.k)
+                        if self._missed is not None:
+                            log.warning(
+                                "rumor: step %d: this node is not with the others, so it uses its own model", self._replica.runner.k
+                            )
                         return None
                 try:
                     return do()
@@ -245,19 +252,21 @@ class Elastic:
         """Wait for the next epoch, and connect to its members.
 
         Returns whether there is nothing left to do for the caller: at the "end" because the job is over, else because this node has
-        taken over the state of another member, or because others have completed the average that it waited for.
+        taken over the state of another member, or because it does without the average that it waited for: others have completed it, or
+        there is no coordinator.
         """
-        began, self._passed, self._link.computing = time.perf_counter(), None, False
+        began, self._missed, self._link.computing = time.perf_counter(), None, False
         while True:
             k = self._replica.runner.k if self._gloo is not None else 0
             self._tell_link()
-            offer = self._link.next_epoch(k, stage if self._is_member else "join", is_connected=not self._is_broken)
+            offer = self._link.next_epoch(k, stage if self._is_member else "join", not self._is_broken, self._meanwhile)
             if offer.is_over or offer.is_same:
                 self._transport.heard_news = False
                 self._is_over = offer.is_over
                 return offer.is_over
-            if offer.passed is not None:
-                self._passed = ScheduleState(*offer.passed)
+            if offer.passed is not None or offer.is_alone:
+                runner = self._replica.runner
+                self._missed = ScheduleState(*offer.passed) if offer.passed else runner.algorithm.schedule.next(runner.state.schedule)
                 return True
             if (took_over := self._enter(offer)) is not None:
                 break
@@ -285,7 +294,9 @@ class Elastic:
         try:
             with ordinary_tensors():
                 self._attach(gloo, own)
-                self._hand_over(offer)
+                mail = Mail(self._transport, self._tag, self._replica.runner.k, self._count_piece)
+                self.takeovers += self.state.hand_over(offer, rank, mail)
+                self._link.average = offer.members[0].average
         except ConnectionError as error:
             self._break(error)
             return None if takes_over else False
@@ -308,35 +319,13 @@ class Elastic:
             self._gloo.dispose((self._transport.abandon(), self._replica.buckets))
             self._gloo = None
 
-    # ---- state -------------------------------------------------------------------------------------------------------------------
-
-    def _hand_over(self, offer: Offer) -> None:
-        """Rank 0 sends the job's state to those that have none, and the method's state to those that have missed its last average."""
-        everyone, mail = range(len(offer.members)), Mail(self._transport, self._tag, self._replica.runner.k, self._count_piece)
-        new = [rank for rank in everyone if rank >= offer.holders]
-        stale = [rank for rank in everyone if rank < offer.holders and offer.members[rank].average < offer.members[0].average]
-        if self.rank == 0:
-            for ranks, state in ((stale, self.state.of_method), (new, self.state.of_job)):
-                if ranks:
-                    mail.send(state(), ranks)
-        elif self.rank in stale:
-            self.state.take_over_method(mail.receive())
-        elif self.rank in new:
-            self.state.take_over(mail.receive())
-            self.takeovers += 1
-        self._link.average = offer.members[0].average
-
-    def _count_piece(self) -> None:
-        self._link.moved += 1
-
-    def add_sampler(self, sampler: MemberSampler) -> None:
-        self.state.add_sampler(sampler)
-
     # ---- what the coordinator hears ------------------------------------------------------------------------------------------------
 
-    def _stop_computing(self) -> None:
+    def _stop_computing(self, is_step: bool = False) -> None:
         link, took = self._link, time.monotonic() - self._computing_since
-        link.step_seconds = max(took, RECENT * link.step_seconds)
+        if self._steps_taken > 1 or is_step:  # the first step may be long, and says nothing of the others
+            link.step_seconds = max(took, RECENT * link.step_seconds) if self._steps_taken > 1 else took
+        self._steps_taken += is_step
         link.computing = False
 
     def _start_computing(self) -> None:
@@ -348,3 +337,6 @@ class Elastic:
         """Let the coordinator know how far this node has come."""
         if self._gloo is not None:
             self._link.k, self._link.schedule = self._replica.runner.k, self._replica.runner.state.schedule
+
+    def _count_piece(self) -> None:
+        self._link.moved += 1

@@ -7,6 +7,7 @@ whole. If one of its ranks dies, the others raise ConnectionError: start the who
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -15,14 +16,14 @@ from torch import Tensor
 
 from rumor.averager.elastic import Elastic
 from rumor.averager.replica import Replica
-from rumor.averager.sampler import MemberSampler
 from rumor.engines.processes import handshake
 from rumor.engines.processes.gloo_group import GlooGroup, store_server
 from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.engines.processes.transport import Group, Transport
+from rumor.membership import limits
 from rumor.membership.group import ElasticGroup
-from rumor.membership.link import JobEndedError
+from rumor.membership.offer import JobEndedError
 from rumor.membership.protocol import Address
 from rumor.methods.algorithm import Algorithm
 from rumor.metrics import Metrics
@@ -73,8 +74,7 @@ class ElasticNode:
         handshake.agree(self._local, setup)
         self.members: list[str] = []
         self.rank = 0
-        self._samplers: list[MemberSampler] = []
-        self._positions: list[int] = []
+        self._shared_at = time.monotonic()
         self._member: Elastic | None = None
         if self._local.rank == 0:
             self._attempt(lambda: self._join(group, algorithm, setup))
@@ -83,7 +83,9 @@ class ElasticNode:
             self._share(everything=True)
 
     def _join(self, group: ElasticGroup, algorithm: Algorithm, setup: dict[str, str]) -> None:
-        self._member = Elastic(group, self._replica, algorithm, {**setup, "ranks of a node": str(self._local.n)}, self._optimizer)
+        self._member = Elastic(
+            group, self._replica, algorithm, {**setup, "ranks of a node": str(self._local.n)}, self._optimizer, self._keep_others_waiting
+        )
 
     def _attach_alone(self, algorithm: Algorithm) -> None:
         """Attach the replica of another rank to an engine without neighbours: it counts steps, and sends nothing."""
@@ -117,7 +119,7 @@ class ElasticNode:
         """Let the first rank call `do`. The others call `otherwise` before they get the model that it has then."""
         if self._member is not None:
             member = self._member
-            return self._attempt(lambda: member.together(do, rejoins=rejoins))
+            return self._attempt(lambda: member.together(do, rejoins=rejoins), everything=rejoins)
         kept = None if otherwise is None else otherwise()
         header = self._share()
         if header["took_over"]:
@@ -134,16 +136,9 @@ class ElasticNode:
         if self._member is not None:
             self._member.leave()
 
-    def add_sampler(self, sampler: MemberSampler) -> None:
-        if self._member is not None:
-            self._member.state.add_sampler(sampler)
-        elif len(self._samplers) < len(self._positions):
-            sampler.position = self._positions[len(self._samplers)]
-        self._samplers.append(sampler)
-
     # ---- inside the node -------------------------------------------------------------------------------------------------------------
 
-    def _attempt(self, do: Callable[[], T]) -> T:
+    def _attempt(self, do: Callable[[], T], everything: bool = False) -> T:
         """Call `do` on the first rank, and share what has come of it, also an error."""
         is_first = self._member is None
         k, takeovers = (0, 0) if self._member is None else (self._replica.runner.k, self._member.takeovers)
@@ -154,8 +149,7 @@ class ElasticNode:
             raise
         assert self._member is not None
         took_over = self._member.takeovers != takeovers
-        everything = is_first or took_over or self._replica.runner.k not in (k, k + 1)  # the last after rumor.load()
-        self._share(everything, took_over, result)
+        self._share(everything or is_first or took_over or self._replica.runner.k not in (k, k + 1), took_over, result)
         return result
 
     def _share(
@@ -163,7 +157,9 @@ class ElasticNode:
     ) -> dict[str, Any]:
         """Send the state of the first rank to the others. Returns what it has said."""
         own = self._header(everything, took_over, result, error) if self._local.rank == 0 else None
-        header: dict[str, Any] = self._local.gather_objects(own, DOING)[0]
+        header = self._exchange(own)
+        while header.get("is_waiting"):
+            header = self._exchange(own)
         if self._local.rank > 0:
             if header.get("ended_at") is not None:
                 raise JobEndedError(header["ended_at"])
@@ -174,6 +170,17 @@ class ElasticNode:
             with ordinary_tensors():
                 self._broadcast(header["everything"])
         return header
+
+    def _exchange(self, own: dict[str, Any] | None) -> dict[str, Any]:
+        """Return what the first rank says."""
+        header: dict[str, Any] = self._local.gather_objects(own, DOING)[0]
+        self._shared_at = time.monotonic()
+        return header
+
+    def _keep_others_waiting(self) -> None:
+        """Tell the other ranks now and then that the first one waits, so that their wait does not time out."""
+        if time.monotonic() - self._shared_at > limits.SILENCE:
+            self._exchange({"is_waiting": True})
 
     def _header(self, everything: bool, took_over: bool, result: object, error: BaseException | None) -> dict[str, Any]:
         if error is not None or self._member is None:
@@ -194,7 +201,7 @@ class ElasticNode:
             "schedule": tuple(self._replica.runner.state.schedule),
             "rounds": dict(metrics.rounds),
             "membership": (metrics.membership_changes, metrics.seconds_regrouping),
-            "positions": [sampler.position for sampler in self._samplers] if everything else None,
+            "positions": self._replica.samplers.positions if everything else None,
             "optimizer": optimizer,
         }
 
@@ -209,9 +216,7 @@ class ElasticNode:
             self._optimizer.load_state_dict(torch.load(io.BytesIO(header["optimizer"]), weights_only=True, map_location="cpu"))
             self._replica.check_tensors()
         if header["positions"] is not None:
-            self._positions = header["positions"]
-            for sampler, position in zip(self._samplers, self._positions, strict=False):
-                sampler.position = position
+            self._replica.samplers.restore(header["positions"])
 
     def _broadcast(self, everything: bool) -> None:
         """Give all ranks the first one's model: what is averaged, or all of it."""

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from rumor.averager.mail import Mail
 from rumor.averager.replica import Replica
-from rumor.averager.sampler import MemberSampler
+from rumor.membership.offer import Offer
 
 
 class JobState:
@@ -20,8 +21,6 @@ class JobState:
 
     def __init__(self, replica: Replica, optimizer: torch.optim.Optimizer | None):
         self._replica, self._optimizer = replica, optimizer
-        self._samplers: list[MemberSampler] = []
-        self._positions: list[int] = []  # of the samplers of the member whose state this node has taken over
 
     def of_method(self) -> dict[str, Any]:
         return self._replica.runner.shared_state()
@@ -32,7 +31,7 @@ class JobState:
             "model": [t.detach() for t in (*model.parameters(), *model.buffers())],
             "method": self.of_method(),
             "optimizer": None if self._optimizer is None else self._optimizer.state_dict(),
-            "positions": [sampler.position for sampler in self._samplers],
+            "positions": self._replica.samplers.positions,
         }
 
     def take_over_method(self, state: dict[str, Any]) -> None:
@@ -47,12 +46,22 @@ class JobState:
             self._optimizer.load_state_dict(state["optimizer"])
         replica.check_tensors()
         self.take_over_method(state["method"])
-        self._positions = state["positions"]
-        for sampler, position in zip(self._samplers, self._positions, strict=False):
-            sampler.position = position
+        replica.samplers.restore(state["positions"])
 
-    def add_sampler(self, sampler: MemberSampler) -> None:
-        """Let newcomers go on with this sampler where the members are."""
-        if len(self._samplers) < len(self._positions):
-            sampler.position = self._positions[len(self._samplers)]
-        self._samplers.append(sampler)
+    def hand_over(self, offer: Offer, rank: int, mail: Mail) -> bool:
+        """Rank 0 sends the job's state to those that have none, and the method's state to those that have missed its last average.
+
+        Returns whether this rank has taken over the job's state.
+        """
+        everyone = range(len(offer.members))
+        new = [one for one in everyone if one >= offer.holders]
+        stale = [one for one in everyone if one < offer.holders and offer.members[one].average < offer.members[0].average]
+        if rank == 0:
+            for ranks, state in ((stale, self.of_method), (new, self.of_job)):
+                if ranks:
+                    mail.send(state(), ranks)
+        elif rank in stale:
+            self.take_over_method(mail.receive())
+        elif rank in new:
+            self.take_over(mail.receive())
+        return rank in new

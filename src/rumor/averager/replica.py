@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rumor.averager.sampler import Samplers
 from rumor.engines import NO_BUCKETS, Buckets
 from rumor.engines.processes.local_group import LocalGroup
 from rumor.engines.processes.process_group import ProcessGroup
@@ -29,6 +30,7 @@ class Replica:
         engine: connects this node to the others.
         node: the ranks of this node.
         runner: runs the method.
+        samplers: the places in the data.
     """
 
     engine: ProcessGroup
@@ -40,6 +42,7 @@ class Replica:
         _, self._frozen = trained_and_frozen(model)
         self._trained = TrackedTensors(model, "_parameters", lambda p: p.requires_grad)
         self._buffers = TrackedTensors(model, "_buffers", is_averaged)
+        self.samplers = Samplers()
 
     def attach(self, engine: ProcessGroup, node: LocalGroup, algorithm: Algorithm, broadcast: bool = True) -> None:
         """Take over the model of rank 0, and get ready for the first step. A collective, unless `broadcast` is False."""
@@ -170,6 +173,8 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         saved = {**self.runner.state_dict(), "rank": self.engine.rank, "local_rank": self.node.local_rank}
+        if positions := self.samplers.positions:
+            saved["positions"] = positions
         return saved if self._average_state is None else {**saved, "average_state": self._average_state}
 
     def check_state(self, state: dict[str, Any]) -> None:
@@ -185,12 +190,19 @@ class Replica:
         self.check_state(state)
         self.settle()
         self.runner.load_state_dict(state)
-        self.engine.forget_alarm()
+        self._go_on(state)
 
     def continue_schedule(self, state: dict[str, Any]) -> None:
-        """Take over the schedule alone, from a state of any rank of a run with other nodes. All nodes have the same model now."""
+        """Take over the schedule and the places in the data alone, from a state of any rank of a run with other nodes.
+
+        All nodes have the same model now.
+        """
         self.settle()
         self.runner.restart(state["schedule"])
+        self._go_on(state)
+
+    def _go_on(self, state: dict[str, Any]) -> None:
+        self.samplers.restore(state.get("positions", []))
         self.engine.forget_alarm()
 
 

@@ -43,3 +43,27 @@ class MemberSampler:
             generator = torch.Generator().manual_seed(self._seed + epoch)
             self._order = epoch, torch.randperm(self._size, generator=generator).tolist()
         return self._order[1][place]
+
+
+class Samplers:
+    """The samplers of one Averager, in the order in which they were made. Newcomers and checkpoints take over their positions."""
+
+    def __init__(self) -> None:
+        self._samplers: list[MemberSampler] = []
+        self._positions: list[int] = []  # for samplers that are made after they were taken over
+
+    def add(self, sampler: MemberSampler) -> MemberSampler:
+        if len(self._samplers) < len(self._positions):
+            sampler.position = self._positions[len(self._samplers)]
+        self._samplers.append(sampler)
+        return sampler
+
+    @property
+    def positions(self) -> list[int]:
+        made = [sampler.position for sampler in self._samplers]
+        return made + self._positions[len(made) :]
+
+    def restore(self, positions: list[int]) -> None:
+        self._positions = list(positions)
+        for sampler, position in zip(self._samplers, self._positions, strict=False):
+            sampler.position = position

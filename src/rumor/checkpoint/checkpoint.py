@@ -48,10 +48,11 @@ def save(folder: str | Path, averager: Averager, position: Any = None, *, keep: 
     _check_stateful(others)
     if averager.has_left:
         raise RuntimeError("this node has left the job: call rumor.save() before finish() or leave()")
-    averager.together(partial(_save, Path(folder), averager, position, keep, others))
+    if not averager.together(partial(_save, Path(folder), averager, position, keep, others)):
+        warnings.warn(f"no checkpoint is written at step {averager.steps}: this node is not with the others", stacklevel=2)
 
 
-def _save(folder: Path, averager: Averager, position: Any, keep: int, others: dict[str, Stateful]) -> None:
+def _save(folder: Path, averager: Averager, position: Any, keep: int, others: dict[str, Stateful]) -> bool:
     replica, name = averager.replica, f"step-{averager.steps:08d}"
     name = numbered(name, replica.node.from_first(free_number(folder, name)))
     state = {
@@ -67,6 +68,7 @@ def _save(folder: Path, averager: Averager, position: Any, keep: int, others: di
     entry = {"name": name, "step": averager.steps, "nodes": averager.engine.n, "ranks_of_a_node": replica.node.size}
     is_first = replica.node.place == (0, 0)
     by_all(averager, partial(add_entry, folder, entry, keep) if is_first else lambda: None, "noting a checkpoint")
+    return True
 
 
 def load(folder: str | Path, averager: Averager, *, step: int | None = None, **others: Stateful) -> Any:

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from rumor.membership import limits
 from rumor.membership.member import RANKS
 from rumor.membership.protocol import LONGEST_LINE, Address, Message, decode, encode
 from rumor.membership.roster import Log, Roster
 
 TICK = 0.2  # seconds
-HELLO_WITHIN = 10.0  # seconds for a connection to introduce itself
 
 
 @dataclass
@@ -84,7 +84,7 @@ class Coordinator:
     async def _serve_one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection, why = _Connection(writer), "is lost: its connection has ended"
         try:
-            hello = decode(await asyncio.wait_for(reader.readline(), HELLO_WITHIN))
+            hello = decode(await asyncio.wait_for(reader.readline(), limits.HELLO_WITHIN))
             if not self._greet(connection, hello):
                 return
             while line := await reader.readline():

@@ -17,7 +17,7 @@ class ElasticGroup:
         coordinator: address of the coordinator.
         name: of this node, in messages.
         min_nodes: how many nodes there must be.
-        timeout: seconds that others wait for a member that does not call step(); None for 60, or 20 of the slowest steps if longer.
+        timeout: seconds that others wait for a member that does not call step(); None for 60, or 10 of the slowest steps if longer.
         drop_slow: how many times slower than the others a member may be; None if it may be slow.
         job: name of the job, which must be the same on all nodes.
     """
@@ -42,17 +42,18 @@ def elastic(
     """Let members come and go: nodes that die, hang or leave do not stop the others, and newcomers take over the job's state.
 
     Start a coordinator first (`rumor coordinator`), then a plain `python train.py` on each host, in any order. Members change at global
-    averages. A lost node is noticed by its closed connection, a silent one after 5 seconds. Call other collectives (`averaged`,
-    `rumor.save`) at the top of the loop, depending on `averager.steps` alone: that is where newcomers begin. Let the learning rate depend
-    on `averager.steps`, too: a newcomer takes over the optimizer, but no scheduler.
+    averages. A lost node is noticed by its closed connection, a silent one after 5 seconds (30 if steps are long). Call other collectives
+    (`averaged`, `rumor.save`) at the top of the loop, depending on `averager.steps` alone: that is where newcomers begin. Let the learning
+    rate depend on `averager.steps`, too: a newcomer takes over the optimizer, but no scheduler.
 
     Args:
         coordinator: HOST:PORT of the coordinator.
         name: name of this node in messages; its host and process id if None.
         min_nodes: training begins, and goes on after a loss, with at least so many nodes. With fewer, those that are here wait.
         timeout: seconds that others wait for a member that is alive but does not call step(), before they go on without it. None: 60
-            seconds, or 20 of the slowest recent steps if that is longer.
-        drop_slow: go on without a member whose step takes this many times as long as the others' (1 second at least). None: wait for it.
+            seconds, or 10 of the slowest recent steps if that is longer; 5 minutes for a node's first step.
+        drop_slow: go on without a member whose step takes this many times as long as the others' (1 second at least). It comes back at
+            once, but stays out longer each time that it is dropped again. None: wait for it.
         job: a name of the job. The coordinator refuses nodes that name another one. Without names, a second job with the same model and
             method would join the first.
 

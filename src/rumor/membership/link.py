@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import selectors
 import socket
@@ -11,73 +12,13 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
-from rumor.membership.protocol import BEAT, LONGEST_LINE, SILENCE, Address, Message, Stage, decode, encode
-
-CONNECT_WITHIN = 60.0  # seconds for the first connection to a coordinator that may start later than its members
-SAY_NO_COORDINATOR_AFTER = 3.0  # seconds of these
-RETRY = 0.3  # seconds between two attempts
-END_WITHOUT = 30.0  # seconds that a node waits for a lost coordinator before it ends without it
-SAY_SO_AFTER = 10.0  # seconds of waiting
+from rumor.membership import limits
+from rumor.membership.offer import JobEndedError, Offer, Peer, RefusedError
+from rumor.membership.protocol import LONGEST_LINE, Address, Message, Stage, decode, encode
 
 log = logging.getLogger("rumor")
-
-
-class Peer(NamedTuple):
-    """A member of an epoch."""
-
-    uid: str
-    name: str
-    store: Address
-    average: int  # step of the last global average that it has completed
-
-
-class Offer(NamedTuple):
-    """The next epoch.
-
-    Attributes:
-        number: of the epoch.
-        token: makes its name unique, also if a coordinator was started again.
-        members: all members, by rank.
-        holders: the first so many of them have the job's state; the others take it over from rank 0. Holders that have not completed
-            the last global average of rank 0 take over the method's state alone.
-        is_at_end: whether the holders have made their last average.
-        is_same: whether nothing has changed.
-        passed: the schedule of a member that has completed the global average that this one waits for, if there is one.
-        is_over: whether the job has ended, for this node at least.
-    """
-
-    number: int
-    token: str
-    members: list[Peer]
-    holders: int
-    is_at_end: bool = False
-    is_same: bool = False
-    is_over: bool = False
-    passed: list[Any] | None = None
-
-
-class RefusedError(RuntimeError):
-    """The coordinator does not let this node take part in the job, for example because its model is another one."""
-
-    __module__ = "rumor"
-
-
-class JobEndedError(SystemExit):
-    """The job had ended before this node came. If nobody catches it, the process ends with exit code 0.
-
-    So nobody evaluates or saves a model that was not trained, and a supervisor does not start the node again.
-    """
-
-    __module__ = "rumor"
-
-    def __init__(self, k: int):
-        super().__init__(0)
-        self.k = k
-
-    def __str__(self) -> str:
-        return f"the job has ended at step {self.k}, so there is nothing to do for this node. A new job needs a new coordinator"
 
 
 class Link:
@@ -98,7 +39,10 @@ class Link:
         self._ready: Message | None = None  # what this node waits for
         self._offer: Offer | None = None
         self._epoch: tuple[int, list[str]] | None = None
+        self._peers: list[Peer] = []  # of the last epoch that was offered
+        self._alive, self._counted_at = 0, -math.inf  # how many of them are alive, and when that was found out
         self._unreachable_since: float | None = None
+        self._said_alone = False
         self.newcomers, self.here, self.needed = 0, 1, 1
         self.k, self.computing, self.step_seconds = 0, True, 0.0
         self.stepping = -1  # the step() that this node is in, if any
@@ -120,13 +64,13 @@ class Link:
             except OSError as error:
                 problem = self._no_coordinator(error)
             waited = time.monotonic() - began
-            if self._socket is None and waited > CONNECT_WITHIN:
+            if self._socket is None and waited > limits.CONNECT_WITHIN:
                 raise ConnectionError(problem)
-            if self._socket is None and waited > SAY_NO_COORDINATOR_AFTER and not said:
+            if self._socket is None and waited > limits.SAY_NO_COORDINATOR_AFTER and not said:
                 said = True
-                log.warning("rumor: %s. Trying for another %.0f s", problem, CONNECT_WITHIN - waited)
+                log.warning("rumor: %s. Trying for another %.0f s", problem, limits.CONNECT_WITHIN - waited)
             if self._socket is None:
-                time.sleep(RETRY)
+                time.sleep(limits.RETRY)
         self.host = str(self._socket.getsockname()[0])
 
     def _no_coordinator(self, error: OSError) -> str:
@@ -146,7 +90,7 @@ class Link:
             self._closed = True
             self._say("bye", why=why)
         if self._thread.is_alive():
-            self._thread.join(2 * BEAT)
+            self._thread.join(2 * limits.BEAT)
         if self._socket is not None:
             self._socket.close()
 
@@ -157,13 +101,14 @@ class Link:
 
     # ---- what the main thread asks for -------------------------------------------------------------------------------------------
 
-    def next_epoch(self, k: int, stage: Stage, is_connected: bool = False) -> Offer:
+    def next_epoch(self, k: int, stage: Stage, is_connected: bool = False, meanwhile: Callable[[], object] = lambda: None) -> Offer:
         """Wait for the next epoch. Raises RefusedError or JobEndedError if this node may not take part in it.
 
         Args:
             k: number of steps taken.
             stage: where this node is.
             is_connected: whether its connections to the other members work.
+            meanwhile: called now and then while it waits.
         """
         with self._changed:
             self._offer = None
@@ -171,22 +116,63 @@ class Link:
             self._ready = {"k": k, "stage": stage, "is_connected": is_connected, "stepping": self.stepping}
             self._ready |= {"schedule": list(self.schedule), "average": self.average}
             self._say("ready", **self._ready)
-            began, said = time.monotonic(), False
-            while self._offer is None:
-                if self._refusal is not None:
-                    raise self._refusal
-                if self._closed:
-                    raise RuntimeError("this node has left the job: call step() before finish() or leave()")
-                self._changed.wait(BEAT)
-                if stage in ("finish", "end") and self._is_out_of_touch(END_WITHOUT):
-                    log.warning("rumor: step %d: the coordinator is gone, so this node ends without it", k)
-                    can_average = stage == "finish" and is_connected
-                    return Offer(0, "", [], 0, is_same=can_average, is_over=not can_average)
-                if not said and time.monotonic() - began > SAY_SO_AFTER:
-                    said = True
-                    log.warning("rumor: step %d: %s", k, self._why_waiting())
-            self._ready = None
-            return self._offer
+        began, said = time.monotonic(), False
+        while (offer := self._answer(k, stage, is_connected)) is None:
+            self._count_living_peers()
+            meanwhile()
+            if not said and time.monotonic() - began > limits.SAY_SO_AFTER:
+                said = True
+                log.warning("rumor: step %d: %s", k, self._why_waiting())
+        return offer
+
+    def _answer(self, k: int, stage: Stage, is_connected: bool) -> Offer | None:
+        """Wait a little for what the coordinator offers. Returns None if there is nothing yet."""
+        with self._changed:
+            if self._offer is None and self._refusal is None and not self._closed:
+                self._changed.wait(limits.BEAT)
+            if self._offer is None and self._refusal is not None:
+                raise self._refusal
+            if self._offer is None and self._closed:
+                raise RuntimeError("this node has left the job: call step() before finish() or leave()")
+            offer = self._offer or self._without_coordinator(k, stage, is_connected)
+            if offer is not None:
+                self._ready = None
+            return offer
+
+    def _without_coordinator(self, k: int, stage: Stage, is_connected: bool) -> Offer | None:
+        """Return what this node does if the coordinator has been gone for long; None if it waits.
+
+        It must not have said on a living connection that it waits: an epoch might begin with it.
+        """
+        if self._welcomed:
+            return None
+        if stage in ("finish", "end") and self._is_out_of_touch(limits.END_WITHOUT):
+            log.warning("rumor: step %d: the coordinator is gone, so this node ends without it", k)
+            can_average = stage == "finish" and is_connected
+            return Offer(0, "", [], 0, is_same=can_average, is_over=not can_average)
+        if stage == "after" and is_connected:  # others may have heard of an epoch, and try to connect
+            return Offer(0, "", [], 0, is_same=True) if self._is_out_of_touch(limits.MEET_WITHIN + limits.ALONE_AFTER) else None
+        if stage in ("between", "before", "after") and self._is_out_of_touch(limits.ALONE_AFTER) and self._alive >= self.needed:
+            if not self._said_alone:
+                self._said_alone = True
+                log.warning(
+                    "rumor: step %d: a member is lost, and there is no coordinator. Until it is back at %s, this node trains alone",
+                    k,
+                    self._coordinator,
+                )
+            return Offer(0, "", [], 0, is_alone=True)
+        return None
+
+    def _count_living_peers(self) -> None:
+        """While there is no coordinator, see how many members of the last epoch are alive: their stores accept connections."""
+        if self.is_in_touch or time.monotonic() - self._counted_at < limits.ALONE_AFTER:
+            return
+        self._alive = 1
+        for peer in self._peers:
+            if self._alive < self.needed and peer.uid != self._hello["uid"]:
+                with suppress(OSError), socket.create_connection(peer.store, timeout=1.0):
+                    self._alive += 1
+        self._counted_at = time.monotonic()
 
     def failed(self, offer: Offer) -> None:
         """Tell the coordinator that this node could not connect to the others."""
@@ -209,7 +195,8 @@ class Link:
 
     def _why_waiting(self) -> str:
         if not self.is_in_touch:
-            return f"waiting for the coordinator at {self._coordinator} to come back"
+            few = f", because {self._alive} of {self.needed} nodes (min_nodes) are alive" if 0 < self._alive < self.needed else ""
+            return f"waiting for the coordinator at {self._coordinator} to come back{few}"
         if self.here < self.needed:
             lost = f". The last loss: {self._last_loss}" if self._last_loss else ""
             return f"waiting for nodes: {self.here} here, {self.needed} needed (min_nodes){lost}"
@@ -225,7 +212,7 @@ class Link:
                 self._serve(self._socket)
             except Exception as error:  # whatever it is, the next connection may be better
                 self._lose_touch(error)
-                time.sleep(RETRY)
+                time.sleep(limits.RETRY)
 
     def _connected(self) -> socket.socket:
         connection = socket.create_connection(self._coordinator, timeout=2.0)
@@ -246,14 +233,14 @@ class Link:
         selector.register(connection, selectors.EVENT_READ)
         while not self._closed and self._refusal is None:
             before, now = now, time.monotonic()
-            if now - before > SILENCE:
+            if now - before > limits.SILENCE:
                 raise _StoppedError(f"this process did not run for {now - before:.0f} s")
-            if now - beats >= BEAT:
+            if now - beats >= limits.BEAT:
                 beats = now
                 self.beat()
-            if now - heard > SILENCE:
+            if now - heard > limits.SILENCE:
                 raise OSError("it is silent")
-            if not selector.select(BEAT):
+            if not selector.select(limits.BEAT):
                 continue
             received = connection.recv(2**16)
             if not received:
@@ -277,7 +264,7 @@ class Link:
             if kind == "welcome":
                 if self._unreachable_since is not None:
                     log.warning("rumor: the coordinator at %s is back", self._coordinator)
-                self._unreachable_since = None
+                self._unreachable_since, self._said_alone = None, False
             elif kind == "refused":
                 self._refusal = RefusedError(message["why"])
             elif kind == "ended":
@@ -288,7 +275,7 @@ class Link:
             elif kind == "epoch":
                 peers = [Peer(peer["uid"], peer["name"], Address(*peer["store"]), peer["average"]) for peer in message["members"]]
                 self._offer = Offer(message["number"], message["token"], peers, message["holders"], message["at_end"])
-                self._epoch = message["number"], [peer.uid for peer in peers]
+                self._epoch, self._peers = (message["number"], [peer.uid for peer in peers]), peers
                 self._lost_number = min(self._lost_number, message["number"] - 1)  # a new coordinator begins anew
             elif kind == "passed":
                 self._offer = Offer(0, "", [], 0, passed=message["schedule"])
@@ -320,6 +307,7 @@ class Link:
                 else:
                     log.warning("rumor: lost the coordinator at %s (%s); members go on without it", self._coordinator, error)
             self.newcomers = 0
+            self._changed.notify_all()
 
 
 class _StoppedError(Exception):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
-from rumor.membership.protocol import Stage
+from rumor.membership import limits
+from rumor.membership.protocol import Message, Stage
 
-SLOW_LEAST = 1.0  # seconds that a member may take for a step in any case, with drop_slow
-HUNG_LEAST, HUNG_STEPS = 60.0, 20.0  # a member hangs if it keeps others waiting for so many seconds, and so many of the slowest steps
-STUCK = 5.0  # seconds for a member to notice that its epoch is broken
-FAILURES, RETRY_AFTER = 3, 10.0  # how often a newcomer may fail to connect, and how many seconds it waits after the second time
 MOST_NAMES = 8  # in one line
+LONGEST_TEXT = 2**16  # characters of one value of a set-up
+SHOWN = 200  # of these
 RANKS: dict[Stage, int] = {"join": -1, "between": 0, "finish": 0, "before": 1, "after": 2, "end": 2}
 
 
@@ -46,13 +46,32 @@ class Member:
     k: int = 0
     computing: bool = False
     stepping: int = -1  # the step() that it is in; -1 if it is in none
-    step_seconds: float = 0.0  # the slowest of its recent steps
+    step_seconds: float = 0.0  # the slowest of its recent steps; 0 before its first
     schedule: list[float | None] = field(default_factory=list)  # the state of its schedule
     average: int = -1  # step of the last global average that it has completed
     ready: Ready | None = None
     moved: int = 0  # pieces of state that it has sent or received
     failures: int = 0  # how often it could not come in
-    retry_at: float = 0.0
+    drops: int = 0  # how often it was dropped because it kept others waiting
+    dropped_at: float = 0.0
+    retry_at: float = 0.0  # when it may come in
+
+    @classmethod
+    def of(cls, hello: Message, now: float, before: Member | None) -> Member:
+        """Return the node that says hello. `before` is what was known of it, if it comes back."""
+        names = ("uid", "name", "setup", "store", "min_nodes", "timeout", "drop_slow", "k")
+        member = cls(**{name: hello[name] for name in names}, heard=now, progressed=now)
+        if before is not None:
+            member.drops, member.dropped_at, member.retry_at = before.drops, before.dropped_at, before.retry_at
+        return member
+
+    def pause(self, now: float) -> float:
+        """Note that it was dropped because it kept others waiting. Returns for how many seconds it must stay out, longer each time."""
+        self.drops = 1 if now - self.dropped_at > limits.FORGIVEN_AFTER else self.drops + 1
+        seconds = 0.0 if self.drops == 1 else min(limits.DROPPED_FIRST * 2.0 ** (self.drops - 2), limits.DROPPED_MOST)
+        self.dropped_at = now + seconds
+        self.retry_at = now + seconds if seconds else 0.0
+        return seconds
 
 
 @dataclass
@@ -78,8 +97,26 @@ def difference(theirs: dict[str, str], own: dict[str, str]) -> str | None:
     """Return in what the set-up of a node differs from that of the others."""
     for what in {**theirs, **own}:
         if theirs.get(what) != own.get(what):
-            return f"nodes disagree on the {what}: the others have {theirs.get(what)}, this node has {own.get(what)}"
+            here, there = _around_first_difference(str(theirs.get(what)), str(own.get(what)))
+            return f"nodes disagree on the {what}: the others have {here}, this node has {there}"
     return None
+
+
+def shortened(text: str) -> str:
+    """Return a text that fits into a message, and differs if the text does: a model of thousands of tensors has a long description."""
+    if len(text) <= LONGEST_TEXT:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{text[: LONGEST_TEXT - 200]} ... ({len(text):,} characters, sha256 {digest[:16]})"
+
+
+def _around_first_difference(*texts: str) -> list[str]:
+    """Cut long texts to where they begin to differ."""
+    if max(map(len, texts)) <= SHOWN:
+        return list(texts)
+    at = next((i for i, chars in enumerate(zip(*texts, strict=False)) if len({*chars}) > 1), min(map(len, texts)))
+    start = max(0, texts[0].rfind(", ", 0, at) + 2 if ", " in texts[0][:at] else at - SHOWN // 4)
+    return [f"{'... ' * (start > 0)}{text[start : start + SHOWN]}{' ...' * (start + SHOWN < len(text))}" for text in texts]
 
 
 def is_loopback(host: str) -> bool:
@@ -93,12 +130,31 @@ def progress(node: Member) -> tuple[int, int]:
 
 def limit_of(node: Member, others: Iterable[Member]) -> float:
     """Return how long a member may take for a step while others wait for it, in seconds."""
-    seconds = [other.step_seconds for other in others]
-    limits = [other.drop_slow for other in (node, *others) if other.drop_slow is not None]
-    if limits and seconds:
-        return max(SLOW_LEAST, min(limits) * median(seconds))
+    seconds, is_first = [other.step_seconds for other in others], node.step_seconds == 0.0
+    slow = [other.drop_slow for other in (node, *others) if other.drop_slow is not None]
+    if slow and seconds and not is_first:
+        return max(limits.SLOW_LEAST, min(slow) * median(seconds))
     given = [other.timeout for other in (node, *others) if other.timeout is not None]
-    return max(given) if given else max(HUNG_LEAST, HUNG_STEPS * max([*seconds, node.step_seconds]))
+    if given:
+        return max(given)
+    return max(limits.FIRST_STEP if is_first else limits.HUNG_LEAST, limits.HUNG_STEPS * max([*seconds, node.step_seconds]))
+
+
+def silence_of(node: Member) -> float:
+    """Return how long a member may be silent, in seconds."""
+    return max(limits.SILENCE, min(limits.SILENCE_STEPS * node.step_seconds, limits.SILENCE_MOST))
+
+
+def stuck_after(node: Member) -> float:
+    """Return how long a member may take to notice that its epoch is broken, in seconds."""
+    return max(limits.STUCK, silence_of(node))
+
+
+def is_past(other: Member, node: Member) -> bool:
+    """Return whether a member has gone past the point where another one waits."""
+    k = other.schedule[0] or 0
+    is_between = node.ready is not None and node.ready.stage == "between"
+    return k > node.k or (is_between and k == node.k and other.ready is not None and other.ready.stage == "before")
 
 
 def listed(members: list[str]) -> str:

@@ -34,8 +34,6 @@ from typing import Any, Literal, NamedTuple
 
 PROTOCOL = 2
 PORT = 29510
-BEAT = 0.5  # seconds between two signs of life
-SILENCE = 5.0  # seconds without one after which a member counts as lost
 LONGEST_LINE = 2**20  # bytes; a set-up with a long model description has some thousands
 
 Stage = Literal["between", "before", "after", "finish", "end", "join"]

@@ -15,11 +15,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
-from rumor.membership.member import FAILURES, RETRY_AFTER, STUCK, Epoch, Member, Ready, difference, is_loopback, limit_of, progress
-from rumor.membership.protocol import PROTOCOL, SILENCE, Message, Stage
-
-JOIN_WINDOW = 1.0  # seconds without a further newcomer before a new job begins
-START_GRACE = 2.0  # seconds for the members of a job to come back to a coordinator that was started again, before a new job may begin
+from rumor.membership import limits
+from rumor.membership.member import Epoch, Member, Ready, difference, is_loopback, is_past, limit_of, progress, silence_of, stuck_after
+from rumor.membership.protocol import PROTOCOL, Message, Stage
 
 Send = Callable[[str, str, Message], None]  # to this member: kind, values
 Log = Callable[[str], None]
@@ -62,18 +60,7 @@ class Roster:
             return False
         uid = message["uid"]
         came_back = uid in self.nodes
-        self.nodes[uid] = Member(
-            uid,
-            message["name"],
-            message["setup"],
-            message["store"],
-            message["min_nodes"],
-            message["timeout"],
-            message["drop_slow"],
-            heard=now,
-            progressed=now,
-            k=message["k"],
-        )
+        self.nodes[uid] = Member.of(message, now, self.nodes.get(uid))
         self._last_hello = now
         self._send(uid, "welcome", {})
         number = message["epoch"]
@@ -81,7 +68,7 @@ class Roster:
             for other in self.epoch.uids if self.epoch is not None else ():  # they were left behind, or began a job of their own
                 if other not in message["members"]:
                     self._send(other, "dropped", {"why": "others have come further"})
-            self.epoch = Epoch(number, list(message["members"]), absent=dict.fromkeys(message["members"], now + SILENCE))
+            self.epoch = Epoch(number, list(message["members"]), absent=dict.fromkeys(message["members"], now + limits.SILENCE))
             self._last_number = max(self._last_number, number)
             self._refuse_strangers(message["setup"])
         if self.epoch is not None:
@@ -104,6 +91,7 @@ class Roster:
         node.k, node.computing, node.step_seconds = message["k"], message["computing"], message["step_seconds"]
         node.schedule, node.stepping = message["schedule"], message["stepping"]
         self._send(uid, "beat", {})
+        self._let_waiting_go()
         self._let_finished_go(now)
         self._tell_passed(now)
 
@@ -128,9 +116,9 @@ class Roster:
         self.epoch.joining = []
         for node in joining:
             node.failures += 1
-            node.retry_at = now + RETRY_AFTER * (node.failures - 1)
+            node.retry_at = now + limits.RETRY_AFTER * (node.failures - 1)
             self.epoch.uids.remove(node.uid)
-            if node.failures >= FAILURES:
+            if node.failures >= limits.FAILURES:
                 why = "this node and the members can't connect to each other: look for a firewall, or set GLOO_SOCKET_IFNAME"
                 self._log(f"refused {node.name}: {why}")
                 self._send(node.uid, "refused", {"why": why})
@@ -150,8 +138,8 @@ class Roster:
         """Call this a few times a second."""
         self._started = now if self._started is None else self._started
         for node in list(self.nodes.values()):
-            if now - node.heard > SILENCE:
-                self._send(node.uid, "dropped", {"why": f"it was silent for {SILENCE:.0f} s"})
+            if now - node.heard > (limit := silence_of(node)):
+                self._send(node.uid, "dropped", {"why": f"it was silent for {limit:.0f} s"})
                 self.gone(node.uid, "is lost: it is silent", now)
         if self.epoch is not None:
             for uid in [uid for uid, until in self.epoch.absent.items() if now > until]:
@@ -223,10 +211,14 @@ class Roster:
         for node in members:
             others = [other for other in members if other is not node]
             if node.computing and any(other in waiting for other in others) and now - node.progressed > (limit := limit_of(node, others)):
-                self._drop(node, f"others have waited for it for {limit:.1f} s", now)
+                pause = node.pause(now)
+                again = f". It may come back in {pause:.0f} s" if pause else ""
+                self._drop(node, f"others have waited for it for {limit:.1f} s{again}", now)
         if len(waiting) == len(members) > 1 and not all(node.ready for node in members) and self.epoch is not None:
             stuck = min(now - node.progressed for node in members)
-            for node in [node for node in waiting if self.epoch.is_broken and node.ready is None and now - node.progressed > STUCK]:
+            for node in [
+                node for node in waiting if self.epoch.is_broken and node.ready is None and now - node.progressed > stuck_after(node)
+            ]:
                 self._drop(node, "it has not noticed that its epoch is broken", now)
             if self.epoch is not None and not self.epoch.is_broken and stuck > max(limit_of(node, members) for node in members):
                 self._break(f"all members have waited for each other for {stuck:.0f} s")
@@ -245,13 +237,23 @@ class Roster:
                 self._remove(node.uid, f"{node.name} has finished at step {at.k}")
                 self._form(now)
 
+    def _let_waiting_go(self) -> None:
+        """Let members go on that wait after an average, if others did so while there was no coordinator."""
+        if self.epoch is None or self.epoch.is_broken:
+            return
+        for node in self._members():
+            at = node.ready
+            if at is not None and at.stage == "after" and at.is_connected and any(other.stepping >= at.k for other in self._members()):
+                node.ready = None
+                self._send(node.uid, "same", {})
+
     def _tell_passed(self, now: float) -> None:
         """Let members go on that wait for a global average which others have completed."""
         early: tuple[Stage, ...] = ("between", "before")
         on_their_way = (None, *early, "finish")
         for node in [node for node in self._members() if node.ready is not None and node.ready.stage in early]:
             others = [other for other in self._members() if other.schedule and (other.ready and other.ready.stage) in on_their_way]
-            ahead = [other for other in others if _is_past(other, node)]
+            ahead = [other for other in others if is_past(other, node)]
             if ahead:
                 node.ready, node.progressed = None, now
                 self._send(node.uid, "passed", {"schedule": max(ahead, key=lambda other: other.schedule[0] or 0).schedule})
@@ -263,8 +265,13 @@ class Roster:
         members = self._members()
         if self.epoch is not None and (self.epoch.absent or any(node.ready is None for node in members)):
             return
-        newcomers = [node for node in self.nodes.values() if node not in members and node.ready is not None and now >= node.retry_at]
+        waiting = [node for node in self.nodes.values() if node not in members and node.ready is not None]
+        newcomers = [node for node in waiting if now >= node.retry_at]
         is_end = bool(members) and all(node.ready is not None and node.ready.stage in ("finish", "end") for node in members)
+        if not self._are_enough(len(members) + len(newcomers)):  # then a slow one is better than none
+            newcomers = [node for node in waiting if now >= node.retry_at or node.drops]
+            for node in newcomers:
+                node.retry_at = 0.0
         if not is_end and not self._are_enough(len(members) + len(newcomers)):
             return
         if members:
@@ -274,7 +281,7 @@ class Roster:
             self._begin([first], [node for node in newcomers if node is not first])
 
     def _may_begin(self, now: float) -> bool:
-        return self._started is not None and now - self._started >= START_GRACE and now - self._last_hello >= JOIN_WINDOW
+        return self._started is not None and now - self._started >= limits.START_GRACE and now - self._last_hello >= limits.JOIN_WINDOW
 
     def _are_enough(self, count: int) -> bool:
         return count >= self._needed()
@@ -334,10 +341,3 @@ class Roster:
         self._told = news
         for uid in self.nodes:
             self._send(uid, "news", {"newcomers": newcomers, "here": len(self.nodes), "needed": needed})
-
-
-def _is_past(other: Member, node: Member) -> bool:
-    """Return whether a member has gone past the point where another one waits."""
-    k = other.schedule[0] or 0
-    is_between = node.ready is not None and node.ready.stage == "between"
-    return k > node.k or (is_between and k == node.k and other.ready is not None and other.ready.stage == "before")

@@ -72,7 +72,8 @@ class Runner:
     def begin(self, step: Step, at_once: bool = False) -> None:
         """Send what this step sends. It ends with settle().
 
-        `at_once`: a method with delay=1 does without the delay in this step, because what it sent a step ago was lost.
+        `at_once`: a method with delay=1 does without the delay in this step, because what it sent a step ago was lost. The next step then
+        has nothing to receive, like the first step of a job; what it sends arrives in the step after it.
         """
         self.metrics.step_begins(step.k)
         algorithm: Any = replace(self.algorithm, delay=0) if at_once and self.algorithm.delay else self.algorithm  # type: ignore[type-var]

@@ -18,9 +18,9 @@ from contextlib import suppress
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, ProcessGroupGloo, TCPStore, Work
 
+from rumor.membership import limits
 from rumor.membership.protocol import Address
 
-CONNECT_WITHIN = 30.0  # seconds for all members to connect to each other
 LAST_RESORT = 600.0  # seconds to wait for a message, if neither its sender nor the coordinator can be asked
 ENDING = 5.0  # seconds for gloo's threads to end, when the process does
 LOOKS_EVERY = 0.5  # seconds
@@ -41,7 +41,7 @@ class GlooGroup:
     def __init__(self, store: Address, name: str, rank: int, n: int, host: str):
         self.n, self.rank = n, rank
         self._lock, self.is_broken = threading.Lock(), False
-        within = datetime.timedelta(seconds=CONNECT_WITHIN)
+        within = datetime.timedelta(seconds=limits.MEET_WITHIN)
         shared = PrefixStore(name, TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=within))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]

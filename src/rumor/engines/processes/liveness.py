@@ -92,10 +92,10 @@ def likely_reason(addresses: Addresses, error: Exception) -> str:
         time.sleep(0.2)
         found = lost_processes(addresses)
     if found:
-        return (
-            ", ".join(f"{name} is lost ({why})" for name, why in found.items())
-            + "; the earliest error in the logs of all ranks is the cause"
-        )
+        lost = ", ".join(f"{name} is lost ({why})" for name, why in found.items())
+        if len(found) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # it sends SIGTERM, which leaves no trace that others could see
+            lost += "; one of them was lost first, and torchrun has ended others on the same host since"
+        return f"{lost}; the earliest error in the logs of all ranks is the cause"
     if not addresses:
         return "a peer has died before it built its Averager, or is slower than the time-out that init_process_group(timeout=...) sets"
     return (

@@ -1,0 +1,125 @@
+"""The first lines of docs/networks.md, made from the results: our tables beside the paper's, and where they agree."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from images.study import TABLES as IMAGES
+from logistic import tables
+from networks import compare, order
+from networks.compare import Seeds
+from networks.order import Compared
+from networks.paper import reported
+from networks.store import Store
+
+PARALLEL = "Parallel SGD"
+KINDS = {  # what a verdict is called in a sentence
+    "agrees": "agree",
+    "agrees, wide interval": "agree, but our interval is wide",
+    "differs in size": "have the same sign and another size",
+    "differs": "differ",
+}
+
+
+def first_table(images: Store) -> str:
+    """Table 7 in the longest runs that there are: as long as the paper's, or the shorter ones."""
+    return next((name for name in ("7 at 120 epochs", "7") if len(compare.of_table(IMAGES[name], images)) > 1), "7")
+
+
+def _of_first(images: Store) -> tuple[dict[str, Seeds], dict[str, Compared]]:
+    """The runs of Table 7 that are not stretched, and how they compare with Parallel SGD, by method."""
+    table = first_table(images)
+    runs = {seeds.run.method: seeds for seeds in compare.of_table(IMAGES[table], images) if seeds.run.stretch == 1}
+    pairs = tuple(pair for pair in order.OF_IMAGES if pair.table == table and pair.second.method == PARALLEL and pair.first.stretch == 1)
+    return runs, {found.pair.first.method: found for found in order.compared(pairs, images)}
+
+
+def headline(images: Store) -> str:
+    """Say where the methods end, next to Parallel SGD and next to the paper."""
+    runs, against = _of_first(images)
+    parallel = runs[PARALLEL]
+
+    best, rest = ("Gossip-PGA", "Gossip-AGA"), ("Gossip SGD", "Local SGD")
+    ours = {method: _gap(found.ours) for method, found in against.items()}
+    paper = {method: _gap(found.paper or 0.0) for method, found in against.items()}
+    hours = [f"{100 * runs[method].hours / parallel.hours:.0f} %" for method in best]
+    what = f"CIFAR-10 with {parallel.run.nodes} nodes, {len(parallel.curves[0])} epochs and {len(parallel.values)} seeds"
+    return "\n".join(
+        [
+            f"On {what}, **Gossip-PGA ends {ours[best[0]]} Parallel SGD's accuracy, and Gossip-AGA {ours[best[1]]} it**,",
+            f"in {' and '.join(hours)} of its modelled hours. In the paper, with ResNet-50 on ImageNet, they end {paper[best[0]]} and",
+            f"{paper[best[1]]}. Gossip alone ends {ours[rest[0]]} Parallel SGD, and global averages alone {ours[rest[1]]} it",
+            f"(the paper: {paper[rest[0]]} and {paper[rest[1]]}).",
+        ]
+    )
+
+
+def _gap(points: float) -> str:
+    """Format a difference of accuracies.
+
+    >>> _gap(-0.19), _gap(0.02)
+    ('0.19 points below', '0.02 points above')
+    """
+    return f"{abs(points):.2f} points {'below' if points < 0 else 'above'}"
+
+
+def headline_table(images: Store) -> str:
+    """Our accuracy and the paper's, with the difference to Parallel SGD in brackets, and the verdict."""
+    runs, against = _of_first(images)
+    rows: list[tables.Row] = []
+    for method, seeds in sorted(runs.items(), key=lambda item: -item[1].mean):
+        paper, found = reported(first_table(images), seeds.run), against.get(method)
+        rows.append(
+            {
+                "method": method,
+                "ours: CIFAR-10, %": f"{100 * seeds.mean:.2f}" + (f" ({found.ours:+.2f})" if found else ""),
+                "paper: ImageNet, %": "-" if paper is None else f"{paper.value:.2f}" + (f" ({found.paper:+.2f})" if found else ""),
+                "verdict": found.verdict if found else "-",
+            }
+        )
+    return tables.as_text(rows)
+
+
+def counted(images: Store, words: Store) -> str:
+    """Say how many of the paper's differences agree with ours."""
+    return "\n".join(
+        f"- **{what}**: of {len(found)} differences between methods that the paper reports and we measured, {_counts(found)}."
+        for what, found in (("Images", of_images(images)), ("Text, with an earlier LAMB", of_text(words)))
+        if found
+    )
+
+
+def _counts(found: Sequence[Compared]) -> str:
+    counts = Counter(one.verdict for one in found)
+    return "; ".join(f"{counts[kind]} {words}" for kind, words in KINDS.items() if counts[kind])
+
+
+def differing(images: Store, words: Store) -> str:
+    """The differences that are not the paper's."""
+    rows: list[tables.Row] = []
+    for found in (*of_images(images), *of_text(words)):
+        if found.verdict.startswith("differs"):
+            paper, ours, interval = found.shown()
+            rows.append(
+                {
+                    "compared": f"{found.name} (Table {found.pair.table.removesuffix(' earlier')})",
+                    "paper": paper,
+                    "ours (95 % interval)": f"{ours} ({interval})",
+                    "verdict": found.verdict,
+                }
+            )
+    return tables.as_text(rows)
+
+
+def of_images(images: Store) -> list[Compared]:
+    return [found for found in order.compared(order.OF_IMAGES, images) if found.paper is not None]
+
+
+def of_text(words: Store) -> list[Compared]:
+    return [found for found in order.compared(order.OF_TEXT, words, order.LONG_ENOUGH) if found.paper is not None]
+
+
+def against_parallel(images: Store) -> list[Compared]:
+    """The differences of the first picture: all methods of Table 7 next to Parallel SGD."""
+    return list(_of_first(images)[1].values())
