@@ -18,7 +18,10 @@ rumor coordinator --bind 0.0.0.0:29510 &
 trap "kill $!" EXIT
 
 # a node that fails is started again, and takes over the others' model
-node='for start in 1 2 3; do python examples/elastic.py --coordinator "$COORDINATOR" --name "host$SLURM_PROCID" && break; done'
+node='for start in 1 2 3; do
+    python examples/elastic.py --coordinator "$COORDINATOR" \
+        --name "host$SLURM_PROCID" && break
+done'
 
 # --no-kill, --kill-on-bad-exit=0, --wait=0: if one host fails, the others go on
 srun --no-kill --kill-on-bad-exit=0 --wait=0 bash -c "$node"

@@ -233,7 +233,7 @@ def table(rows: list[dict[str, str]]) -> str:
             losses = [float(row["loss"]) for row in rows if row["method"] == method and float(row["lr"]) == lr]
             cells[f"{lr:g}"] = f"{np.mean(losses):.3f}" if losses else "-"
         away = [loss - ddp[seed] for seed, loss in best[method][1].items() if seed in ddp]
-        cells["best - DDP's best"] = "-" if method == "DDP" else with_interval(away, 3)
+        cells["best minus DDP's best"] = "-" if method == "DDP" else with_interval(away, 3)
         cells["bytes"] = f"1/{sent['DDP'] / sent[method]:.1f}" if "DDP" in sent and sent[method] and method != "DDP" else "1"
         shown.append(cells)
     return as_text(shown)

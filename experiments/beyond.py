@@ -193,10 +193,10 @@ def table_of(panel: Panel) -> str:
             "method": point.name,
             "bytes": "1" if point is first else f"1/{1 / point.sent:.1f}",
             f"{panel.measure} (seeds)": f"{point.mean:.{digits}f} ({len(point.values)})",
-            f"- {first.name.split(', lr')[0]}'s": "-" if point is first else _away(point.values, first.values, digits),
+            f"minus {first.name.split(', lr')[0]}'s": "-" if point is first else _away(point.values, first.values, digits),
         }
         if point.training and first.training:
-            row["training loss - its"] = "-" if point is first else _away(point.training, first.training, 3)
+            row["training loss minus its"] = "-" if point is first else _away(point.training, first.training, 3)
         rows.append(row)
     return tables.as_text(rows)
 

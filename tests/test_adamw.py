@@ -27,7 +27,7 @@ def test_the_study_of_adamw_runs_and_does_not_run_again_what_it_has(tmp_path: Pa
     rows = list(csv.DictReader((tmp_path / "found.csv").read_text().splitlines()))
     assert [row["method"] for row in rows] == ["DDP", "Gossip-PGA", "Gossip-PGA, corrected"]
     assert len({row["loss"] for row in rows}) == 3
-    assert "best - DDP's best" in done.stdout
+    assert "best minus DDP's best" in done.stdout
 
 
 def test_corrected_second_moments_are_those_of_the_mean_gradient() -> None:

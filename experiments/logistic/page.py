@@ -25,8 +25,8 @@ KEY = ("method", "topology", "n", "H", "iid")
 def stage_table(figure: str, folder: Path) -> str:
     """Tables of a figure with a row for each curve except Parallel SGD: 50 trials on one data set, the median of three, the reference.
 
-    Columns that a figure has no data for are left out. With medians or a reference, one table would be too wide: the transient stages
-    come first, then the ratios and the objective.
+    Columns that a figure has no data for are left out. One table would be too wide: the transient stages come first, then the ratios
+    and the objective.
     """
     is_synthetic = FIGURES[figure][0].setting.data == "synthetic"  # the reference is of that problem
     known_rows = tables.read(Path(__file__).with_name("reference.csv")) if is_synthetic else []
@@ -47,25 +47,23 @@ def stage_table(figure: str, folder: Path) -> str:
         reached: tables.Row = {"T_tr(1)": _stage(row["T_tr_1"])}
         ratio: tables.Row = {"ratio at 9,500": f"{float(str(row['ratio_9500'])):.2f}"}
         if medians:
-            reached |= {"median of 3 data sets": _stage(medians[r]["T_tr_1"])}
-            ratio |= {"median of 3 data sets": f"{float(str(medians[r]['ratio_9500'])):.2f}"}
+            reached |= {"3 data sets": _stage(medians[r]["T_tr_1"])}
+            ratio |= {"3 data sets": f"{float(str(medians[r]['ratio_9500'])):.2f}"}
         if has_reference:
             reached |= {"reference": _stage(known.get("T_tr_1", "none"))}
             ratio |= {"reference": known.get("ratio_9500") or "-"}
         stages.append(method | reached | {"T_tr(0.25)": _stage(row["T_tr_025"]), "global rounds": _percent(objective[r]["global_rounds"])})
         gap = {"f(x̄) - f*: T_tr(1)": _stage(objective[r]["T_tr_1"]), "f(x̄) - f*: ratio": f"{float(str(objective[r]['ratio_9500'])):.2f}"}
         ratios.append(method | ratio | gap)
-    if medians or has_reference:
-        return f"{tables.as_text(stages)}\n\n{tables.as_text(ratios)}"
-    return tables.as_text([one | other for one, other in zip(stages, ratios, strict=True)])
+    return f"{tables.as_text(stages)}\n\n{tables.as_text(ratios)}"
 
 
 def _label(row: tables.Row, varied: set[str]) -> str:
     """Method, topology and period; n and the split of the data only if they vary within the figure."""
     parts = [NAMES[str(row["method"])]]
     parts += [] if row["topology"] == "isolated" else [str(row["topology"])]
-    parts += [f"H = {row['H']}"] if str(row["H"]).isdigit() else []
-    parts += [f"n = {row['n']}"] if "n" in varied else []
+    parts += [f"H\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{row['H']}"] if str(row["H"]).isdigit() else []
+    parts += [f"n\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}{row['n']}"] if "n" in varied else []
     parts += [_split(row)] if "iid" in varied else []
     return ", ".join(parts)
 

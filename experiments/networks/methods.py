@@ -14,15 +14,25 @@ from rumor.methods import GossipPGA, Nodes, State, Step
 
 @dataclass(frozen=True, repr=False)
 class FollowsLr(GossipPGA):
-    """Gossip-PGA that remembers the model after each step, and needs the learning rate to tell what the optimizer's step was."""
+    """Gossip-PGA that remembers the model after each step.
+
+    It needs the learning rate to tell what the optimizer's step was.
+    """
 
     @property
     def needs_lr(self) -> bool:
         return True
 
-    def decide(self, state: State, loss: Tensor | None = None, lr: float | None = None) -> Step:
+    def decide(
+        self,
+        state: State,
+        loss: Tensor | None = None,
+        lr: float | None = None,
+    ) -> Step:
         if lr is None or not lr > 0:
-            raise ValueError(f"{type(self).__name__} divides by the learning rate: call step(loss, lr=...) with lr > 0, got lr={lr!r}")
+            why = f"{type(self).__name__} divides by the learning rate"
+            fix = "call step(loss, lr=...) with lr > 0"
+            raise ValueError(f"{why}: {fix}, got lr={lr!r}")
         return super().decide(state, loss, lr)
 
     def start(self, nodes: Nodes) -> State:
@@ -34,18 +44,23 @@ class FollowsLr(GossipPGA):
 
     def add_buckets(self, state: State, nodes: Nodes, *names: str) -> None:
         """Add zeros like the model to the state."""
+        model = [nodes.x.peek(b) for b in range(len(nodes.x))]
         for name in names:
-            state.buckets[name] = [torch.zeros_like(nodes.x.peek(b)) for b in range(len(nodes.x))]
+            state.buckets[name] = [torch.zeros_like(x) for x in model]
 
 
 @dataclass(frozen=True, repr=False)
 class QuasiGlobalMomentum(FollowsLr):
-    """Momentum of what all nodes did together: of the change of a node's model over a whole step, mixing included.
+    """Momentum of what all nodes did together.
 
-        x_i^(k+1/2) = x_i^(k) - lr (g_i + momentum (momentum m_i + g_i))                  Nesterov's step
+    It is the momentum of how a node's model changes over a whole step,
+    mixing included. x_i^(k+1/2) is Nesterov's step:
+
+        x_i^(k+1/2) = x_i^(k) - lr (g_i + momentum (momentum m_i + g_i))
         m_i <- momentum m_i + (1 - momentum) (x_i^(k) - x_i^(k+1)) / lr
 
-    Use it with SGD without momentum, whose step is -lr g_i. It sends nothing more than Gossip-PGA.
+    Use it with SGD without momentum, whose step is -lr g_i. It sends
+    nothing more than Gossip-PGA.
     Lin et al., "Quasi-Global Momentum" (ICML 2021), QG-DSGDm-N.
     """
 
@@ -57,54 +72,81 @@ class QuasiGlobalMomentum(FollowsLr):
         return state
 
     def begin(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
-        for b, (m, last) in enumerate(zip(state.buckets["m"], state.buckets["last"], strict=True)):
-            nodes.x.add(b, self.momentum * (nodes.x.peek(b) - last) - step.lr * self.momentum**2 * m)
-        return self.remember(super().begin(step, nodes, state), step, nodes, state)
+        for b, m in enumerate(state.buckets["m"]):
+            change = nodes.x.peek(b) - state.buckets["last"][b]
+            along = step.lr * self.momentum**2 * m
+            nodes.x.add(b, self.momentum * change - along)
+        received = super().begin(step, nodes, state)
+        return self.remember(received, step, nodes, state)
 
-    def remember(self, received: Iterator[int], step: Step, nodes: Nodes, state: State) -> Iterator[int]:
+    def remember(
+        self,
+        received: Iterator[int],
+        step: Step,
+        nodes: Nodes,
+        state: State,
+    ) -> Iterator[int]:
         yield from received
-        for b, (m, last) in enumerate(zip(state.buckets["m"], state.buckets["last"], strict=True)):
-            x = nodes.x.peek(b)
+        for b, m in enumerate(state.buckets["m"]):
+            x, last = nodes.x.peek(b), state.buckets["last"][b]
             m.lerp_((last - x) / step.lr, 1 - self.momentum)
             last.copy_(x)
 
 
 @dataclass(frozen=True, repr=False)
 class Scaffold(FollowsLr):
-    """Gradient tracking at global rounds: each node corrects its steps by what separates it from the mean of all.
+    """Gradient tracking at global rounds.
 
-        x_i^(k+1/2) = x_i^(k) - lr (d_i + c_i)                        d_i: the optimizer's direction
-        at a global round:  c_i <- mean_j d_j - d_i                   d: means over the steps since the last one
+    Each node corrects its steps by what separates it from the mean of all.
+    d_i is the optimizer's direction, and its mean over the steps since the
+    last global round:
 
-    Gossip keeps the mean, so a node knows mean_j d_j from the change of the mean model. It sends nothing more than Gossip-PGA.
-    Karimireddy et al., "SCAFFOLD" (ICML 2020), with gossip between its rounds.
+        x_i^(k+1/2) = x_i^(k) - lr (d_i + c_i)
+        at a global round:  c_i <- mean_j d_j - d_i
+
+    Gossip keeps the mean, so a node knows mean_j d_j from the change of the
+    mean model. It sends nothing more than Gossip-PGA.
+    Karimireddy et al., "SCAFFOLD" (ICML 2020), with gossip between its
+    rounds.
     """
 
     def start(self, nodes: Nodes) -> State:
         state = super().start(nodes)
-        self.add_buckets(state, nodes, "c", "moved", "mean")  # moved: lr d_i since the last global round; mean: the model after it
-        for mean, last in zip(state.buckets["mean"], state.buckets["last"], strict=True):
-            mean.copy_(last)
-        state.scalars["lr"] = nodes.engine.full(0.0)  # the sum since the last global round
+        # mean: the model after the last global round
+        # moved and lr: the sums of lr d_i and of lr since then
+        self.add_buckets(state, nodes, "c", "moved", "mean")
+        state.scalars["lr"] = nodes.engine.full(0.0)
+        for b, mean in enumerate(state.buckets["mean"]):
+            mean.copy_(nodes.x.peek(b))
         return state
 
     def begin(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
         state.scalars["lr"] += step.lr
-        for b, (c, moved, last) in enumerate(zip(*(state.buckets[name] for name in ("c", "moved", "last")), strict=True)):
-            moved += last - nodes.x.peek(b)
+        for b, c in enumerate(state.buckets["c"]):
+            change = state.buckets["last"][b] - nodes.x.peek(b)
+            state.buckets["moved"][b] += change
             nodes.x.add(b, -step.lr * c)
-        return self.remember(super().begin(step, nodes, state), step, nodes, state)
+        received = super().begin(step, nodes, state)
+        return self.remember(received, step, nodes, state)
 
-    def remember(self, received: Iterator[int], step: Step, nodes: Nodes, state: State) -> Iterator[int]:
+    def remember(
+        self,
+        received: Iterator[int],
+        step: Step,
+        nodes: Nodes,
+        state: State,
+    ) -> Iterator[int]:
         yield from received
         lr = state.scalars["lr"]
-        for b, (c, moved, mean, last) in enumerate(zip(*(state.buckets[name] for name in ("c", "moved", "mean", "last")), strict=True)):
+        for b, c in enumerate(state.buckets["c"]):
             x = nodes.x.peek(b)
             if step.kind == "global":
+                mean = state.buckets["mean"][b]
+                moved = state.buckets["moved"][b]
                 c.copy_((mean - x - moved) / lr)
                 mean.copy_(x)
                 moved.zero_()
-            last.copy_(x)
+            state.buckets["last"][b].copy_(x)
         if step.kind == "global":
             lr.zero_()
 

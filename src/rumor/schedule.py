@@ -191,7 +191,8 @@ class LearningRate(Schedule):
     the learning rate warms up. A learning rate that is not finite and positive changes nothing. power = 2 is the Quadratic
     Synchronization Rule (Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024).
 
-    >>> schedule = LearningRate(H_min=2, H_max=16); state = schedule.start(); periods = []
+    >>> schedule = LearningRate(H_min=2, H_max=16)
+    >>> state, periods = schedule.start(), []
     >>> for lr in (0.1, 0.2, 0.2, 0.1, 0.1, 0.1, 0.1, 0.1):
     ...     state = schedule.next(state, lr); periods.append(state.H)
     >>> periods

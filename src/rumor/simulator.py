@@ -35,13 +35,13 @@ class Simulator:
     >>> model = nn.Linear(2, 1)
     >>> sim = rumor.Simulator(model, rumor.gossip_pga(rumor.ring(4), H=2))
     >>> opt = torch.optim.SGD(sim.parameters(), lr=0.1)
-    >>> x, y = torch.randn(4, 8, 2), torch.randn(4, 8, 1)                      # [n, batch, ...]
+    >>> x, y = torch.randn(4, 8, 2), torch.randn(4, 8, 1)  # [n, batch, ...]
     >>> for _ in range(2):
     ...     losses = sim(lambda model, x, y: (model(x) - y).square().mean(), x, y)
     ...     losses.sum().backward()
     ...     opt.step(); opt.zero_grad()
     ...     sim.step(losses)
-    >>> sim.consensus_distance() < 1e-12                                       # step 1 was global
+    >>> sim.consensus_distance() < 1e-12  # step 1 was global
     True
 
     Args:

@@ -2,9 +2,11 @@
 
 >>> from rumor.cost import Link, Workload, recommend
 >>> resnet50 = Workload(parameters=25_500_000, compute=0.146)
->>> recommend(32, resnet50, Link(bandwidth=400e9 / 8, latency=5e-6)).call  # 4 x 100 Gbit/s
+>>> fast = Link(bandwidth=400e9 / 8, latency=5e-6)  # 4 x 100 Gbit/s
+>>> recommend(32, resnet50, fast).call
 'rumor.parallel_sgd(32)'
->>> recommend(32, resnet50, Link(bandwidth=10e9 / 8, latency=50e-6)).call  # 10 Gbit/s
+>>> slow = Link(bandwidth=10e9 / 8, latency=50e-6)  # 10 Gbit/s
+>>> recommend(32, resnet50, slow).call
 'rumor.gossip_pga(rumor.one_peer_exponential(32), H=4)'
 """
 

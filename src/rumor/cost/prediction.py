@@ -92,7 +92,9 @@ def period_for(compute: float, gossip: float, mean: float, share: float = GLOBAL
 
         H = ceil( (t_mean - t_gossip) / (share (t_compute + t_gossip)) ),  at least 1
 
-    >>> period_for(0.146, 0.150, 0.278), period_for(0.445, 0.5665, 1.4688)  # ResNet-50 and BERT-Large; the paper uses 6 for both
+    The paper uses 6 for both ResNet-50 and BERT-Large:
+
+    >>> period_for(0.146, 0.150, 0.278), period_for(0.445, 0.5665, 1.4688)
     (5, 9)
     """
     step = compute + gossip
@@ -128,9 +130,14 @@ def predict(
     Gossip-PGA with another period, with delay=1, and in an elastic group has rows if these steps were measured.
 
     >>> from rumor.cost import Measured
-    >>> rows = predict(32, Workload(25_500_000, 0.146, steps=18_768), Measured(0.278, {"one-peer-exponential": 0.150}), H=6)
-    >>> [(row.method, round(row.hours, 2)) for row in rows[:4]]
-    [('Parallel SGD', 2.21), ('Local SGD', 1.0), ('Gossip SGD', 1.54), ('Gossip-PGA', 1.65)]
+    >>> work = Workload(25_500_000, 0.146, steps=18_768)
+    >>> network = Measured(0.278, {"one-peer-exponential": 0.150})
+    >>> for row in predict(32, work, network, H=6)[:4]:
+    ...     print(f"{row.method}: {row.hours:.2f} hours")
+    Parallel SGD: 2.21 hours
+    Local SGD: 1.00 hours
+    Gossip SGD: 1.54 hours
+    Gossip-PGA: 1.65 hours
     """
     for name, value in (("n", n), ("H_init", H_init), ("H_max", H_max), *((("H", H),) if H is not None else ())):
         check_whole(name, value, 1)

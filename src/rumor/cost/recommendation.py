@@ -82,7 +82,7 @@ def recommend(
         bits: the codes to compare with float32; 32 for none.
 
     >>> from rumor.cost import Measured
-    >>> seen = Measured(0.278, {"one-peer-exponential": 0.150})  # the paper's ResNet-50
+    >>> seen = Measured(0.278, {"one-peer-exponential": 0.150})  # ResNet-50
     >>> recommend(32, Workload(25_500_000, 0.146), seen).call
     'rumor.gossip_pga(rumor.one_peer_exponential(32), H=5)'
     """

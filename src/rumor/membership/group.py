@@ -61,8 +61,9 @@ def elastic(
     the job gets `rumor.RefusedError`.
 
     >>> import rumor
-    >>> rumor.elastic("node0:29510", name="alice")
-    ElasticGroup(coordinator=Address(host='node0', port=29510), name='alice', min_nodes=1, timeout=None, drop_slow=None, job=None)
+    >>> group = rumor.elastic("node0:29510", name="alice")
+    >>> group.coordinator, group.name, group.min_nodes
+    (Address(host='node0', port=29510), 'alice', 1)
     """
     if isinstance(min_nodes, bool) or not isinstance(min_nodes, int) or min_nodes < 1:
         raise ValueError(f"min_nodes must be a whole number >= 1, got min_nodes={min_nodes!r}")

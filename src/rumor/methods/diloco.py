@@ -63,8 +63,9 @@ def diloco(
         bits: as in `gossip_pga`.
 
     >>> import rumor
-    >>> rumor.diloco(8, H=100)
-    DiLoCo(topology=isolated(8), schedule=Periodic(H=100), delay=0, average_rounds=None, outer_lr=0.7, outer_momentum=0.9)
+    >>> method = rumor.diloco(8, H=100)
+    >>> method.schedule, method.outer_lr, method.outer_momentum
+    (Periodic(H=100), 0.7, 0.9)
     """
     if H is None:
         raise ValueError("diloco needs the period H, in steps: diloco(H=100), or diloco(n, H) for n nodes")

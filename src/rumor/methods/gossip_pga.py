@@ -21,15 +21,18 @@ from rumor.topology import Topology, complete, isolated
 class GossipPGA(Algorithm):
     """Gossip over `topology` at every step, and a global average where `schedule` says so.
 
-        delay = 0:  x^(k+1) = M_k x^(k+1/2)                                   (Algorithm 1)
-        delay = 1:  x^(k+1) = x^(k+1/2) + (M_k - I) x^(k)                     (x^(k) travels while step k computes)
+        delay = 0:  x^(k+1) = M_k x^(k+1/2)
+        delay = 1:  x^(k+1) = x^(k+1/2) + (M_k - I) x^(k)
 
+    `delay` = 0 is Algorithm 1; with `delay` = 1, x^(k) travels while step k computes.
     `average_rounds` = m replaces the all-reduce of a global round by m gossip steps, M_k = W_(k+m-1) ... W_k.
 
     With `bits` < 32, nodes send codes Q of differences to x_ref, the model that all nodes had after the last global round:
 
-        gossip:  x_i <- x_i + sum_j W[i, j] (q_j - q_i)                        q_i = Q(x_i - x_ref)
-        global:  x_ref, x_i <- x_ref + mean_i Q(x_i - x_ref + e_i)             e_i <- what Q has left out
+        gossip:  q_i = Q(x_i - x_ref)
+                 x_i <- x_i + sum_j W[i, j] (q_j - q_i)
+        global:  x_ref, x_i <- x_ref + mean_i Q(x_i - x_ref + e_i)
+                 e_i <- what Q has left out
 
     A node subtracts what it has sent, so the mean of all nodes stays exact for any Q: what Q leaves out of a gossip step stays in x_i.
     No node needs a copy of its neighbour's model, so any graph will do, also one that changes at every step.
@@ -265,9 +268,8 @@ def gossip_pga(
             the rounding leaves out. This takes two more copies of the parameters in memory.
 
     >>> import rumor
-    >>> rumor.gossip_pga(rumor.ring(8), H=6)
-    GossipPGA(topology=ring(8), schedule=Periodic(H=6), delay=0, average_rounds=None)
-    >>> rumor.gossip_pga(rumor.ring, H=6).bind(8) == rumor.gossip_pga(rumor.ring(8), H=6)
+    >>> method = rumor.gossip_pga(rumor.ring, H=6)
+    >>> method.bind(8) == rumor.gossip_pga(rumor.ring(8), H=6)
     True
     >>> rumor.gossip_pga(rumor.ring, H=rumor.LearningRate(3, 24)).schedule
     LearningRate(H_min=3, H_max=24, power=1.0)

@@ -20,7 +20,8 @@ class PushSum(Algorithm):
     """Each node pushes shares of its model x and of a weight w (1 at first) along P, and trains on z = x / w, the model that you see:
 
         x_i^(k+1/2) = x_i^(k) + (opt(z_i^(k)) - z_i^(k))
-        x_i^(k+1)   = p_ii x_i^(k+1/2) + sum over j != i of p_ij x_j^(k-delay+1/2)          and w likewise
+        x_i^(k+1)   = p_ii x_i^(k+1/2) + sum_{j != i} p_ij x_j^(k-delay+1/2)
+        w_i^(k+1)   likewise
         z_i^(k+1)   = x_i^(k+1) / w_i^(k+1)
 
     P need only be column stochastic (`from_digraph`). The sum over nodes and messages in flight changes by gradients alone. delay = 0 is

@@ -4,22 +4,27 @@ The symbols and their names in the code:
 
     n                     nodes
     T                     iterations
-    H                     steps from one global average to the next; math.inf for Gossip SGD
+    H                     the period of global averages; math.inf for Gossip SGD
     W, beta               the mixing matrix, and ||W - 11'/n||_2
-    C_beta, D_beta        sum_{l<H} beta^l, and min{H, 1/(1 - beta)}; `C` and `D` of a `Mixing`
+    C_beta                sum_{l<H} beta^l; `C` of a `Mixing`
+    D_beta                min{H, 1/(1 - beta)}; `D` of a `Mixing`
     gamma                 the step size, `lr`
     sigma^2 (`sigma2`)    variance of a node's stochastic gradient
-    b^2 (`b2`)            heterogeneity: 1/n sum_i ||grad f_i - grad f||^2, for convex problems at x*
+    b^2 (`b2`)            heterogeneity: 1/n sum_i ||grad f_i - grad f||^2
+                          (for convex problems, at x*)
     L, mu                 smoothness and curvature
     F_0                   f(x_bar^(0)) minus the minimum of f
-    alpha, theta, d       latency of a message, time to send one number, size of the model
+    alpha, theta          latency of a message, time to send one number
+    d                     size of the model
 
 A function with an argument `algorithm` takes a method such as `rumor.gossip_pga(...)`, or a `Mixing`. `rate`, `transient_stage` and
 `transient_time` return orders of magnitude, without constants: compare these numbers with each other, not with measurements. The bounds
 of the theorems and lemmas include their constants, and hold if the problem's constants are right:
 
     found = theory.estimate(model, loss_fn, batches)
-    theory.theorem_2(algorithm, L=found.L, sigma2=found.sigma2, b2=found.b2, F_0=found.loss).step_size(T=10_000)
+    bound = theory.theorem_2(
+        algorithm, L=found.L, sigma2=found.sigma2, b2=found.b2, F_0=found.loss)
+    bound.step_size(T=10_000)
 """
 
 from rumor.theory.consensus import consensus_distance, descent_bound, running_consensus_bound, unified_consensus_bound

@@ -19,12 +19,13 @@ DENSE_UP_TO = 4096  # nodes; at this size, all eigenvalues of a dense matrix tak
 def consensus_distance(topology: Topology, H: float, lr: float, sigma2: float, b2: float, mu: float = 0.0) -> float:
     """The expected consensus distance E 1/n sum_i ||x_i - x_bar||^2 of Gossip-PGA, averaged over a period:
 
-        lr^2 1/H sum_{m<H} mean_j [ (n-1)/n sigma^2 sum_{l=1..m} z_j^(2l) + b^2 (sum_{l=1..m} z_j^l)^2 ],   z_j = lambda_j (1 - lr mu)
+        lr^2 1/H sum_{m<H} mean_j [ (n-1)/n sigma^2 sum_{l=1..m} z_j^(2l)
+                                    + b^2 (sum_{l=1..m} z_j^l)^2 ]
 
-    lambda_j, j >= 2, are the eigenvalues of W without the first. The formula holds for small lr and one symmetric W. It solves the
-    recursion (10) and is not a bound. It assumes that noise and heterogeneity are spread evenly over the eigenvectors of W, and that
-    gradients are constant over a period except for the pull mu towards x_bar. On `isolated(n)` it gives Local SGD's
-    lr^2 [(n-1)/n sigma^2 (H-1)/2 + b^2 (H-1)(2H-1)/6]; for H = infinity it gives Gossip SGD's steady state.
+    with z_j = lambda_j (1 - lr mu). lambda_j, j >= 2, are the eigenvalues of W without the first. The formula holds for small lr and
+    one symmetric W. It solves the recursion (10) and is not a bound. It assumes that noise and heterogeneity are spread evenly over the
+    eigenvectors of W, and that gradients are constant over a period except for the pull mu towards x_bar. On `isolated(n)` it gives
+    Local SGD's lr^2 [(n-1)/n sigma^2 (H-1)/2 + b^2 (H-1)(2H-1)/6]; for H = infinity it gives Gossip SGD's steady state.
 
     Args:
         topology: a topology with one symmetric W.
@@ -35,7 +36,8 @@ def consensus_distance(topology: Topology, H: float, lr: float, sigma2: float, b
         mu: mean curvature.
 
     >>> import rumor
-    >>> round(consensus_distance(rumor.isolated(4), H=3, lr=1.0, sigma2=1.0, b2=0.0), 9)
+    >>> nodes = rumor.isolated(4)
+    >>> round(consensus_distance(nodes, H=3, lr=1.0, sigma2=1.0, b2=0.0), 9)
     0.75
     """
     check_period(H)
@@ -96,12 +98,13 @@ def unified_consensus_bound(
 ) -> float:
     """The bound of the unified consensus lemma (Lemma 4), the right-hand side of (25). It bounds A^(k+1) = E||X^(k+1) - X_bar^(k+1)||_F^2:
 
-        6 D_beta gamma^2 beta^2 L^2 sum_l beta^(k-l) A^(l)  +  12 n D_beta gamma^2 beta^2 L sum_l beta^(k-l) B^(l)
-            +  2 n gamma^2 beta^2 C_beta (3 D_beta b^2 + sigma^2),         l = tau(k), ..., k
+        6 D_beta gamma^2 beta^2 L^2 sum_l beta^(k-l) A^(l)
+            +  12 n D_beta gamma^2 beta^2 L sum_l beta^(k-l) B^(l)
+            +  2 n gamma^2 beta^2 C_beta (3 D_beta b^2 + sigma^2)
 
-    tau(k) is the step of the last global average. Without convexity (Lemma 7, (65)) the B^(l) are squared gradients and their
-    coefficient is 6 n D_beta gamma^2 beta^2. For (65) this is the version of the proof: the statement has beta^(2(k+1-l)) and H b^2
-    instead of beta^(k-l) and D_beta b^2.
+    The sums are over l = tau(k), ..., k, where tau(k) is the step of the last global average. Without convexity (Lemma 7, (65)) the
+    B^(l) are squared gradients and their coefficient is 6 n D_beta gamma^2 beta^2. For (65) this is the version of the proof: the
+    statement has beta^(2(k+1-l)) and H b^2 instead of beta^(k-l) and D_beta b^2.
 
     D_beta = min{H, 1/(1 - beta)} unites two lemmas, which hold for every network. `regime` asks for one of them: "sparse" for Lemma 2 (22),
     where global averages keep the nodes together and D_beta = H; "dense" for Lemma 3 (23), where gossip does and D_beta = 1/(1 - beta).
@@ -119,11 +122,13 @@ def unified_consensus_bound(
         regime: None for Lemma 4; "sparse" for Lemma 2, "dense" for Lemma 3.
 
     >>> import rumor
-    >>> unified_consensus_bound(rumor.local_sgd(2, 4), lr=0.1, L=1.0, sigma2=1.0, b2=0.0, A=[0.0], B=[0.0])
+    >>> known = {"lr": 0.1, "L": 1.0, "sigma2": 1.0, "A": [0.0], "B": [0.0]}
+    >>> unified_consensus_bound(rumor.local_sgd(2, 4), b2=0.0, **known)
     0.16...
-    >>> ring = rumor.gossip_pga(rumor.ring(20), H=4)                           # 1/(1 - beta) = 31, so Lemma 2 is the tighter one
-    >>> found = [unified_consensus_bound(ring, lr=0.1, L=1, sigma2=1, b2=1, A=[0], B=[0], regime=r) for r in (None, "sparse", "dense")]
-    >>> found[0] == found[1] < found[2]
+    >>> ring = rumor.gossip_pga(rumor.ring(20), H=4)  # 1/(1 - beta) = 31
+    >>> def bound(regime):
+    ...     return unified_consensus_bound(ring, b2=1.0, regime=regime, **known)
+    >>> bound(None) == bound("sparse") < bound("dense")  # Lemma 2 is tighter
     True
     """
     m = mixing(algorithm)
@@ -151,7 +156,9 @@ def running_consensus_bound(
 
     It bounds 1/(T+1) sum_k E||X^(k) - X_bar^(k)||_F^2 if gamma <= 1/(4 L beta D_beta):
 
-        2 c_2 D_beta mean_B + 2 c_3,       c_2 = 12 n beta^2 D_beta gamma^2 L,   c_3 = 2 n beta^2 gamma^2 C_beta (3 D_beta b^2 + sigma^2)
+        2 c_2 D_beta mean_B + 2 c_3
+        c_2 = 12 n beta^2 D_beta gamma^2 L
+        c_3 = 2 n beta^2 gamma^2 C_beta (3 D_beta b^2 + sigma^2)
 
     mean_B is 1/(T+1) sum_k E f(x_bar^(k)) - f(x*). Without convexity (Lemma 8, (66)) mean_B is the mean of E||grad f(x_bar^(k))||^2
     and c_2 = 6 n beta^2 D_beta gamma^2. `regime` takes D_beta = H ("sparse") or 1/(1 - beta) ("dense"), as in `unified_consensus_bound`.
@@ -167,11 +174,13 @@ def running_consensus_bound(
 def descent_bound(n: int, *, lr: float, L: float, sigma2: float, value: float, A: float, B: float, convex: bool = True) -> float:
     """The bound of the descent lemma (Lemma 1), the right-hand side of (20). It bounds E||x_bar^(k) - x*||^2 if gamma <= 1/(4 L):
 
-        E||x_bar^(k-1) - x*||^2  -  gamma B^(k-1)  +  3 L gamma / (2 n) A^(k-1)  +  gamma^2 sigma^2 / n
+        E||x_bar^(k-1) - x*||^2  -  gamma B^(k-1)
+            +  3 L gamma / (2 n) A^(k-1)  +  gamma^2 sigma^2 / n
 
     Without convexity (Lemma 6, (64)) it bounds E f(x_bar^(k)):
 
-        E f(x_bar^(k-1))  -  gamma / 4 B^(k-1)  +  3 gamma L^2 / (4 n) A^(k-1)  +  gamma^2 L sigma^2 / (2 n)
+        E f(x_bar^(k-1))  -  gamma / 4 B^(k-1)
+            +  3 gamma L^2 / (4 n) A^(k-1)  +  gamma^2 L sigma^2 / (2 n)
 
     The paper's (64) has A^(k) in the place of A^(k-1), which is a slip: its proof ends with A^(k-1). Both lemmas hold for every W, because
     mixing keeps the mean.
@@ -186,9 +195,12 @@ def descent_bound(n: int, *, lr: float, L: float, sigma2: float, value: float, A
         B: B^(k-1) = E f(x_bar^(k-1)) - f(x*); E||grad f(x_bar^(k-1))||^2 if not convex.
         convex: True for Lemma 1, False for Lemma 6.
 
-    >>> round(descent_bound(4, lr=0.1, L=1.0, sigma2=4.0, value=9.0, A=8.0, B=2.0), 9)               # 9 - 0.2 + 0.3 + 0.01
+    >>> known = {"lr": 0.1, "L": 1.0, "sigma2": 4.0}
+    >>> bound = descent_bound(4, value=9.0, A=8.0, B=2.0, **known)
+    >>> round(bound, 9)  # 9 - 0.2 + 0.3 + 0.01
     9.11
-    >>> round(descent_bound(4, lr=0.1, L=1.0, sigma2=4.0, value=9.0, A=8.0, B=2.0, convex=False), 9)  # 9 - 0.05 + 0.15 + 0.005
+    >>> bound = descent_bound(4, value=9.0, A=8.0, B=2.0, convex=False, **known)
+    >>> round(bound, 9)  # 9 - 0.05 + 0.15 + 0.005
     9.105
     """
     check_nodes(n)

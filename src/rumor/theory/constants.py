@@ -167,7 +167,9 @@ def time_varying_mixing(topology: Topology, periods: Sequence[int]) -> Mixing:
     to H_max - 1, as everywhere else.
 
     >>> import rumor
-    >>> time_varying_mixing(rumor.ring(20), [4, 8, 16]) == mixing(rumor.gossip_pga(rumor.ring(20), 16))
+    >>> ring = rumor.ring(20)
+    >>> longest = mixing(rumor.gossip_pga(ring, H=16))
+    >>> time_varying_mixing(ring, [4, 8, 16]) == longest
     True
     """
     if not len(periods):

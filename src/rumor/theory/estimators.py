@@ -46,8 +46,10 @@ def estimate(
     g_ik is the gradient of batch k of node i, g_i its mean over the K batches, and g the mean over all nodes:
 
         sigma^2 = 1/n sum_i 1/(K-1) sum_k ||g_ik - g_i||^2
-        b^2     = 1/n sum_i ||g_i - g||^2  -  (1 - 1/n) sigma^2 / K,      at least 0: the second term removes the noise from the first
-        L       = max_i |largest eigenvalue of the Hessian of f_i|         (Lanczos, from Hessian-vector products)
+        b^2     = 1/n sum_i ||g_i - g||^2  -  (1 - 1/n) sigma^2 / K
+        L       = max_i |largest eigenvalue of the Hessian of f_i|
+
+    The second term of b^2 removes the noise from the first; b^2 is at least 0. L is found by Lanczos, from Hessian-vector products.
 
     The estimates hold at this x only. The theorems need bounds for all x, and b^2 at x* for a convex problem: estimate at the start and
     near the end of training, and take the larger values. L may come out too large, by a factor of two for example, because the Hessian
@@ -64,7 +66,8 @@ def estimate(
 
     >>> model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     >>> squared = lambda model, x, y: 0.5 * (model(x) - y).square().mean()
-    >>> x, y = torch.full((4, 1), 3.0, dtype=torch.float64), torch.zeros(4, 1, dtype=torch.float64)
+    >>> x = torch.full((4, 1), 3.0, dtype=torch.float64)
+    >>> y = torch.zeros(4, 1, dtype=torch.float64)
     >>> found = estimate(model, squared, [[(x, y), (x, y)], [(x, y), (x, y)]])
     >>> round(found.L, 9), found.sigma2, found.b2
     (9.0, 0.0, 0.0)

@@ -43,7 +43,9 @@ def rate(
 ) -> Rate:
     """The rate after T iterations without constants, for convex (7) and non-convex (8) problems:
 
-        sigma F_0^(1/2) / (n T)^(1/2)  +  C_beta^(1/3) beta^(2/3) (sigma^(2/3) + D_beta^(1/3) b^(2/3)) F_0^(2/3) / T^(2/3)
+        sigma F_0^(1/2) / (n T)^(1/2)
+            +  C_beta^(1/3) beta^(2/3) (sigma^(2/3) + D_beta^(1/3) b^(2/3))
+                   F_0^(2/3) / T^(2/3)
             +  beta D_beta F_0 / T
 
     It is the rate of f(x_hat) - f(x*) (Theorem 1) or of the mean of ||grad f(x_bar)||^2 (Theorem 2). F_0 = 1 gives (2) and Tables 4
@@ -100,15 +102,20 @@ class Guarantee:
     def case_bound(self, T: int) -> float:
         """The bound after T + 1 iterations with `step_size(T)`, without the step size, for the case that `limited_by(T)` names:
 
-            drift    2 r_2^(1/3) (r_0 / (T + 1))^(2/3)  +    (r_0 r_1 / (T + 1))^(1/2)                                (59)
-            noise      r_2^(1/3) (r_0 / (T + 1))^(2/3)  +  2 (r_0 r_1 / (T + 1))^(1/2)                                (60)
-            lr_max     r_2^(1/3) (r_0 / (T + 1))^(2/3)  +    (r_0 r_1 / (T + 1))^(1/2)  +  r_0 / (lr_max (T + 1))     (61)
+            drift   2 r_2^(1/3) (r_0 / (T+1))^(2/3)  +    (r_0 r_1 / (T+1))^(1/2)
+            noise     r_2^(1/3) (r_0 / (T+1))^(2/3)  +  2 (r_0 r_1 / (T+1))^(1/2)
+            lr_max    r_2^(1/3) (r_0 / (T+1))^(2/3)  +    (r_0 r_1 / (T+1))^(1/2)
+                      +  r_0 / (lr_max (T+1))
+
+        These are (59), (60) and (61).
 
         `bound(T)` <= `case_bound(T)` <= `closed_bound(T)`. The paper writes 12 beta L D_beta for 1 / lr_max.
 
         >>> problem = Guarantee(r_0=1.0, r_1=1.0, r_2=0.0, lr_max=1.0)
-        >>> problem.limited_by(T=99), round(problem.case_bound(T=99), 9)                         # 2 (1 / 100)^(1/2)
-        ('noise', 0.2)
+        >>> problem.limited_by(T=99)
+        'noise'
+        >>> round(problem.case_bound(T=99), 9)  # 2 (1 / 100)^(1/2)
+        0.2
         """
         limit = self.limited_by(T)
         start, noise, drift = self._closed_terms(T)
@@ -118,12 +125,13 @@ class Guarantee:
     def closed_bound(self, T: int) -> float:
         """The bound of the theorem in closed form, which covers all cases of `case_bound`:
 
-            r_0 / (lr_max (T + 1))  +  2 (r_0 r_1 / (T + 1))^(1/2)  +  2 r_2^(1/3) (r_0 / (T + 1))^(2/3)               (62)
+            r_0 / (lr_max (T + 1))  +  2 (r_0 r_1 / (T + 1))^(1/2)
+                +  2 r_2^(1/3) (r_0 / (T + 1))^(2/3)
 
-        Without constants it is `rate` (63). It decreases with T, and shows which T is enough.
+        This is (62). Without constants it is `rate` (63). It decreases with T, and shows which T is enough.
 
         >>> problem = Guarantee(r_0=1.0, r_1=1.0, r_2=8.0, lr_max=0.1)
-        >>> round(problem.closed_bound(T=999), 9)                                   # 0.01 + 2 * 0.0316... + 4 * 0.01
+        >>> round(problem.closed_bound(T=999), 9)  # 0.01 + 2 * 0.0316 + 4 * 0.01
         0.113245553
         """
         start, noise, drift = self._closed_terms(T)
@@ -144,10 +152,13 @@ class Guarantee:
 def theorem_1(algorithm: Algorithm | Mixing, *, L: float, sigma2: float, b2: float, distance2: float) -> Guarantee:
     """Theorem 1, for convex f_i: a bound on `1/(T + 1) sum_k f(x_bar^(k)) - f(x*)`, and so on `f(x_hat) - f(x*)`.
 
-        r_0 = 2 ||x_bar^(0) - x*||^2,  r_1 = 2 sigma^2 / n,  r_2 = 12 L beta^2 C_beta sigma^2 + 36 L beta^2 C_beta D_beta b^2    (57)
-        gamma = min{ 1/(4 L), 1/(12 beta L D_beta), (r_0 / (r_1 (T + 1)))^(1/2), (r_0 / (r_2 (T + 1)))^(1/3) }                   (6)
+        r_0 = 2 ||x_bar^(0) - x*||^2,  r_1 = 2 sigma^2 / n
+        r_2 = 12 L beta^2 C_beta sigma^2 + 36 L beta^2 C_beta D_beta b^2
+        gamma = min{ 1/(4 L), 1/(12 beta L D_beta),
+                     (r_0 / (r_1 (T + 1)))^(1/2), (r_0 / (r_2 (T + 1)))^(1/3) }
 
-    r_2 is from the appendix. 1/(4 L) is from the descent lemma (20); without it gamma would have no limit as beta goes to 0.
+    These are (57) and, for gamma, (6). r_2 is from the appendix. 1/(4 L) is from the descent lemma (20); without it gamma would have no
+    limit as beta goes to 0.
 
     Args:
         algorithm: a method such as `rumor.gossip_pga(...)`, or a `Mixing`.
@@ -157,7 +168,9 @@ def theorem_1(algorithm: Algorithm | Mixing, *, L: float, sigma2: float, b2: flo
         distance2: ||x_bar^(0) - x*||^2.
 
     >>> import rumor
-    >>> theorem_1(rumor.gossip_pga(rumor.ring(20), 16), L=2.5, sigma2=20.0, b2=1.0, distance2=1.0).step_size(T=10_000)
+    >>> method = rumor.gossip_pga(rumor.ring(20), H=16)
+    >>> bound = theorem_1(method, L=2.5, sigma2=20.0, b2=1.0, distance2=1.0)
+    >>> bound.step_size(T=10_000)
     0.0020...
     """
     m = mixing(algorithm)
@@ -169,9 +182,10 @@ def theorem_1(algorithm: Algorithm | Mixing, *, L: float, sigma2: float, b2: flo
 def theorem_2(algorithm: Algorithm | Mixing, *, L: float, sigma2: float, b2: float, F_0: float) -> Guarantee:
     """Theorem 2, for any smooth f_i: a bound on 1/(T + 1) sum_k ||grad f(x_bar^(k))||^2. By Corollary 1 it covers Gossip-AGA, too.
 
-        r_0 = 8 F_0,  r_1 = 4 L sigma^2 / n,  r_2 = 24 L^2 beta^2 C_beta sigma^2 + 72 L^2 beta^2 C_beta D_beta b^2               (83)
+        r_0 = 8 F_0,  r_1 = 4 L sigma^2 / n
+        r_2 = 24 L^2 beta^2 C_beta sigma^2 + 72 L^2 beta^2 C_beta D_beta b^2
 
-    gamma is as in Theorem 1. The constants are from the end of the proof (the text has r_0 = 4 F_0).
+    gamma is as in Theorem 1. The constants, (83), are from the end of the proof (the text has r_0 = 4 F_0).
 
     Args:
         algorithm: a method such as `rumor.gossip_pga(...)`, or a `Mixing`.
@@ -215,11 +229,11 @@ class PeriodLimits:
 def period_limits(n: int, beta: float, T: float, sigma2: float, b2: float, F_0: float = 1.0) -> PeriodLimits:
     """The periods that guarantee linear speed-up over T iterations (section 4), for each term, with C_beta, D_beta <= H:
 
-        heterogeneity  H = sigma^(3/2) T^(1/4) / (beta b F_0^(1/4) n^(3/4))      the paper's H; infinite for b = 0
+        heterogeneity  H = sigma^(3/2) T^(1/4) / (beta b F_0^(1/4) n^(3/4))
         noise          H = sigma T^(1/2) / (beta^2 F_0^(1/2) n^(3/2))
         higher order   H = sigma T^(1/2) / (beta F_0^(1/2) n^(1/2))
 
-    The paper gives the first one only. Then the other two terms may dominate; for iid data, the first one is no limit at all.
+    The paper gives the first one only. The other two terms may dominate; for iid data (b = 0), the first one is no limit at all.
 
     Args:
         n: nodes.

@@ -18,11 +18,13 @@ SIZES = (1024, 1600, 2500, 4900)  # squares, so that grids are square and sqrt(n
 def transient_stage(algorithm: Algorithm | Mixing, iid: bool = False, regime: Regime | None = None) -> float:
     """The order of the number of iterations until linear speed-up, that is until the term with n T dominates the rate.
 
-        iid:      T >= max{ n^3 beta^4 C_beta^2, n beta^2 D_beta^2 }                                         (86)
-        non-iid:  T >= max{ n^3 beta^4 C_beta^2, n^3 beta^4 C_beta^2 D_beta^2, n beta^2 D_beta^2 }           (87)
+        iid:      T >= max{ n^3 beta^4 C_beta^2, n beta^2 D_beta^2 }
+        non-iid:  T >= max{ n^3 beta^4 C_beta^2, n^3 beta^4 C_beta^2 D_beta^2,
+                            n beta^2 D_beta^2 }
 
-    With C_beta = D_beta = 1/(1 - beta) these are (84) and (85) of Gossip SGD. With beta = 1 and C_beta = D_beta = H they are (88) and
-    (89) of Local SGD. Parallel SGD has no transient stage (beta = 0). Tables 2 and 3 keep the largest term, assuming n beta > 1.
+    These are (86) and (87). With C_beta = D_beta = 1/(1 - beta) they are (84) and (85) of Gossip SGD. With beta = 1 and C_beta = D_beta
+    = H they are (88) and (89) of Local SGD. Parallel SGD has no transient stage (beta = 0). Tables 2 and 3 keep the largest term,
+    assuming n beta > 1.
 
     This is an order of magnitude, without constants, sigma, b, L and F_0. Use it to rank algorithms, not to predict an iteration count.
 
@@ -33,7 +35,9 @@ def transient_stage(algorithm: Algorithm | Mixing, iid: bool = False, regime: Re
 
     >>> import rumor
     >>> ring = rumor.ring(20)
-    >>> [f"{transient_stage(a):.1e}" for a in (rumor.gossip_sgd(ring), rumor.gossip_pga(ring, 16), rumor.local_sgd(20, 16))]
+    >>> gossip, local = rumor.gossip_sgd(ring), rumor.local_sgd(20, H=16)
+    >>> both = rumor.gossip_pga(ring, H=16)
+    >>> [f"{transient_stage(method):.1e}" for method in (gossip, both, local)]
     ['6.2e+09', '2.9e+08', '5.2e+08']
     """
     m = mixing(algorithm)
@@ -61,7 +65,9 @@ def period_to_beat_local(algorithm: Algorithm | Mixing) -> float:
     comes from the part with theta; the part with alpha is always smaller, since beta^2 C_beta < H.
 
     >>> import rumor
-    >>> [round(period_to_beat_local(rumor.gossip_pga(graph(20), 16)), 1) for graph in (rumor.exponential, rumor.grid, rumor.ring)]
+    >>> graphs = [rumor.exponential(20), rumor.grid(20), rumor.ring(20)]
+    >>> methods = [rumor.gossip_pga(graph, H=16) for graph in graphs]
+    >>> [round(period_to_beat_local(method), 1) for method in methods]
     [1.8, 55.1, 139.5]
     """
     m = mixing(algorithm)
@@ -90,11 +96,12 @@ class TransientTime:
 def transient_time(algorithm: Algorithm, alpha: float = 1.0, theta: float = 1.0, d: float = 1.0, iid: bool = False) -> TransientTime:
     """The transient stage times the communication per iteration, as the paper counts it for Tables 5 and 12 to 14 (section 3.4):
 
-        |N_i| theta d + alpha       a gossip step (|N_i| includes the node itself: 3 on a ring, 5 on a grid; the largest of all nodes)
+        |N_i| theta d + alpha       a gossip step
         (2 theta d + n alpha) / H   an all-reduce, spread over its period
 
-    This is an order of magnitude, like the stage. To plan a run, use `rumor.cost`, which counts what is sent: a node does not send to
-    itself, and a ring all-reduce has 2 (n - 1) rounds.
+    |N_i| is the largest of all nodes and includes the node itself: 3 on a ring, 5 on a grid. This is an order of magnitude, like the
+    stage. To plan a run, use `rumor.cost`, which counts what is sent: a node does not send to itself, and a ring all-reduce has 2 (n -
+    1) rounds.
 
     Args:
         algorithm: a method such as `rumor.gossip_pga(...)`.
@@ -136,9 +143,11 @@ def scaling_exponents(build: Callable[[int], Algorithm], sizes: Sequence[int] = 
         iid: as in `transient_stage`.
 
     >>> import rumor
-    >>> found = scaling_exponents(lambda n: rumor.gossip_pga(rumor.ring(n), math.isqrt(n)))
-    >>> round(found.iterations, 1), round(found.bandwidth, 1), round(found.latency, 1)
-    (5.0, 5.0, 5.5)
+    >>> def method(n):
+    ...     return rumor.gossip_pga(rumor.ring(n), H=math.isqrt(n))
+    >>> found = scaling_exponents(method)
+    >>> [round(x, 1) for x in (found.iterations, found.bandwidth, found.latency)]
+    [5.0, 5.0, 5.5]
     """
     if len(set(sizes)) < 2:
         raise ValueError(f"a slope needs at least two different sizes, got sizes={list(sizes)}")
