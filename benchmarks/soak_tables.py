@@ -71,7 +71,8 @@ def faults(results: Results) -> str:
         f"**{sum(counts.values()):,} random faults in one job**, in {results['seconds'] / 60:.0f} minutes: {kinds}.\n"
         f"After each one, all living nodes were members again and went on. {results['nodes_started']:,} processes were started, and "
         f"{results['averages_checked']:,} global averages were\nrecomputed and were right. No node that lived on lost a step, and its "
-        f"longest step took {results['longest_step_of_a_survivor']:.0f} s. The slowest node was a member again after {results['slowest_recovery']:.0f} s."
+        f"longest step took {results['longest_step_of_a_survivor']:.0f} s. The slowest node was a member again after "
+        f"{results['slowest_recovery']:.0f} s."
     )
 
 

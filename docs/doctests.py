@@ -5,7 +5,9 @@ from typing import Any
 
 import griffe
 
-DOCTEST = re.compile(r"^( *)>>> .*(?:\n(?! *$).+)*", re.M)  # up to the next empty line
+DOCTEST = re.compile(
+    r"^( *)>>> .*(?:\n(?! *$).+)*", re.M
+)  # up to the next empty line
 
 
 class Doctests(griffe.Extension):
@@ -13,4 +15,7 @@ class Doctests(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", obj.docstring.value)
+            obj.docstring.value = DOCTEST.sub(
+                lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```",
+                obj.docstring.value,
+            )
