@@ -39,7 +39,7 @@ from text.gpt import EVALUATED, GPT, check_text, held_out_loss, last_start, load
 from text.train import optimizer as lamb
 
 RESULTS = Path(__file__).parent / "results" / "adamw.csv"
-OPTIMIZERS = ("adamw", "lamb")  # each has a results file of its own
+OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}  # each has a results file of its own
 KEY = ("method", "lr", "seed", "nodes", "steps", "batch", "length", "width", "layers")
 COLUMNS = (*KEY, "loss", "megabytes", "seconds", "device")
 H, BITS, CLIP, BETAS = 6, 4, 1.0, (0.9, 0.95)
@@ -239,6 +239,25 @@ def table(rows: list[dict[str, str]]) -> str:
     return as_text(shown)
 
 
+def bits_table(rows: dict[str, list[dict[str, str]]]) -> str:
+    """For each optimizer and learning rate the loss of Gossip-PGA with 32 and with 4 bits, and the difference, seed by seed."""
+    shown: list[Row] = []
+    for optimizer, found in rows.items():
+        losses: dict[float, dict[str, dict[str, float]]] = {}
+        for row in found:
+            if row["method"] in ("Gossip-PGA", "Gossip-PGA, 32 bits"):
+                losses.setdefault(float(row["lr"]), {}).setdefault(row["method"], {})[row["seed"]] = float(row["loss"])
+        for lr, both in sorted(losses.items()):
+            few, many = both.get("Gossip-PGA", {}), both.get("Gossip-PGA, 32 bits", {})
+            seeds = sorted(set(few) & set(many))
+            if len(seeds) < LEAST:
+                continue
+            cells: Row = {"optimizer": OPTIMIZERS[optimizer], "learning rate": f"{lr:g}", "seeds": str(len(seeds))}
+            cells |= {bits: f"{np.mean([of[seed] for seed in seeds]):.4f}" for bits, of in (("32 bits", many), ("4 bits", few))}
+            shown.append({**cells, "4 bits - 32 bits": with_interval([few[seed] - many[seed] for seed in seeds], 4)})
+    return as_text(shown)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with enwik8")
@@ -253,7 +272,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=at_least_one, default=2, help="layers of the GPT")
     parser.add_argument("--evaluated", type=at_least_one, default=EVALUATED, help="held-out sequences to evaluate on")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="device of all nodes")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="optimizer of the nodes")
+    parser.add_argument("--optimizer", choices=list(OPTIMIZERS), default="adamw", help="optimizer of the nodes")
     parser.add_argument("--out", type=Path, help="results file (default: results/OPTIMIZER.csv beside this file)")
     options = parser.parse_args()
     options.out = options.out or RESULTS.with_stem(options.optimizer)

@@ -227,9 +227,12 @@ def filled_in(text: str, found: Sequence[Panel]) -> str:
 
 
 def choosing(text: str) -> str:
-    """Return docs/choosing.md with the table for Adam rebuilt."""
-    rows = [row for row in read(adamw.RESULTS) if all(row[name] == value for name, value in GPT_SIZE.items())]
-    return tables.filled_in(text, lambda word: adamw.table(rows))
+    """Return docs/choosing.md with the tables for Adam and for bits rebuilt."""
+    rows = {
+        name: [row for row in read(adamw.RESULTS.with_stem(name)) if all(row[column] == value for column, value in GPT_SIZE.items())]
+        for name in adamw.OPTIMIZERS
+    }
+    return tables.filled_in(text, lambda word: adamw.bits_table(rows) if word == "bits" else adamw.table(rows["adamw"]))
 
 
 # ---- the picture ----------------------------------------------------------------------------------------------------------------------
