@@ -235,7 +235,7 @@ def test_python_dash_m_rumor() -> None:
 
 
 PLANNING = ROOT / "docs" / "planning.md"
-ON_PAGE = re.compile(r"```(?:console)?\n\$ (?P<line>[^\n]*rumor (?:plan|probe) [^\n]*)\n(?P<shown>.*?)```", re.S)
+ON_PAGE = re.compile(r"```(?:console)?\n\$ (?P<line>[^\n]*rumor (?:plan|probe) (?:[^\n]*\\\n)*[^\n]*)\n(?P<shown>.*?)```", re.S)
 
 
 def test_the_planning_page_shows_what_the_commands_print(run: Run, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +244,7 @@ def test_the_planning_page_shows_what_the_commands_print(run: Run, request: pyte
     monkeypatch.delenv("COLUMNS", raising=False)
 
     def printed(line: str) -> str:
-        command = line.rpartition("rumor ")[2]
+        command = line.replace("\\\n", "").rpartition("rumor ")[2]
         if command.startswith("probe"):
             path = command.rpartition("--out ")[2]
             return probe_page(Probe.read(path), path)

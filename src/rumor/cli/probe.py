@@ -150,7 +150,7 @@ def probe_page(probe: Probe, path: str) -> str:
     head = f"{probe.where}: {probe.model}{stand_in}, {show_count(probe.parameters)} parameters"
     lines = [paragraph(head), "", table(("time per step", "median", "fastest", "slowest"), _rows(probe)), "", _link(probe)]
     lines += [paragraph(f"left out: {what}: {why}") for what, why in probe.left_out.items()]
-    return "\n".join([*lines, "", f"wrote {path}; next: rumor plan --probe {path}"])
+    return "\n".join([*lines, "", f"wrote {path}", f"next: rumor plan --probe {path}"])
 
 
 def _rows(probe: Probe) -> list[tuple[str, ...]]:

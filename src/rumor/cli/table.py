@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import TextIO
 
-WIDTH = 100  # where there is no terminal
+WIDTH = 80  # where there is no terminal, and on the pages
 NARROWEST, WIDEST = 40, 140  # narrower lines break words, longer ones are hard to read
 
 
