@@ -42,8 +42,8 @@ RATIOS = (1.9, 3.3)  # all-reduce over computing: ResNet-50 and BERT in the pape
 CURVE = ("100mbit", "200mbit", "500mbit", "1gbit", "2gbit", LOOPBACK)
 CURVE_HOSTS = 4
 ON_THE_PAGE = (
-    *("DDP", "DDP, 4 bits", "DDP, bf16 hook", "DDP, PowerSGD hook", "Local SGD", "Gossip SGD", "Gossip-AGA", "Gossip-PGA"),
-    *("Gossip-PGA, delay=1", "Gossip-PGA, 4 bits"),
+    *("DDP", "DDP, 4 bits", "DDP, bf16 hook", "DDP, PowerSGD hook", "Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-AGA", "Gossip-PGA"),
+    *("Gossip-PGA, delay=1", "Gossip-PGA, 8 bits", "Gossip-PGA, 4 bits", "LocalSGD (torchft)"),
 )
 QUICK = ("DDP", "Gossip-PGA", "Gossip-PGA, delay=1")
 QUICK_STEPS = 24

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "experiments"))
 
 from images.idx import find, read_idx  # noqa: F401 (used by accuracy.py)
 
-WIDTHS = (784, 800, 400, 10)  # smaller networks measure how fast two cores switch between four hosts
+WIDTHS = (784, 320, 160, 10)
 BATCH = 1024  # total batch of all hosts, so that a step is the same work on 4 hosts and on 8
 EPOCHS, IMAGES = 6, 60_000
 STEPS = EPOCHS * IMAGES // BATCH
