@@ -69,7 +69,7 @@ def faults(results: Results) -> str:
     kinds = ", ".join(f"{FAULTS.get(name, name)} ({counts[name]})" for name in sorted(counts, key=lambda name: [*FAULTS, name].index(name)))
     return (
         f"**{sum(counts.values()):,} random faults in one job**, in {results['seconds'] / 60:.0f} minutes: {kinds}.\n"
-        "To fit many faults into the time, a silent node was lost after 1 s, and survivors without a coordinator went on alone after 0.5 s.\n"
+        "To fit many faults in, a silent node was lost after 1 s, and survivors without a coordinator went on alone after 0.5 s.\n"
         f"After each one, all living nodes were members again and went on. {results['nodes_started']:,} processes were started, and "
         f"{results['averages_checked']:,} global averages were\nrecomputed and were right. No node that lived on lost a step, and its "
         f"longest step took {results['longest_step_of_a_survivor']:.0f} s. The slowest node was a member again after "
