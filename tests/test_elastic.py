@@ -471,3 +471,16 @@ def test_random_faults_end_as_they_should(tmp_path: Path, faults: int) -> None:
     with Job(tmp_path, steps=10**9, pause=0.02) as job:
         found = Faults(job, seed=faults).run(faults)
         assert found["averages_checked"]
+
+
+@pytest.mark.long
+def test_a_node_with_long_steps_may_be_silent_for_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SILENCE", 1.0)
+    with Job(tmp_path, steps=8, pause=2.0, silence=1.0) as job:
+        job.begin("a", "b")
+        job.wait(lambda: job.step_of("b") >= 3, "some steps")
+        job.signal("b", signal.SIGSTOP)
+        time.sleep(2.0)  # more than SILENCE, and less than SILENCE_STEPS of its steps
+        job.signal("b", signal.SIGCONT)
+        job.wait(lambda: "finished" in job.last_row("a"), "the end")
+        assert sum(line.startswith("epoch") for line in job.lines) == 1, job.story()

@@ -49,8 +49,10 @@ def stuck_among_members():
     model, step = build()
     def stuck():
         step()
-        averager = sys._getframe(2).f_locals.get("averager")  # of the function that calls this step, and then the averager's
-        if os.environ["RANK"] == "1" and averager is not None and averager.is_elastic:
+        frame = sys._getframe()
+        while frame is not None and frame.f_code.co_name != "_both":  # it calls this step, and then the averager's
+            frame = frame.f_back
+        if os.environ["RANK"] == "1" and frame is not None and frame.f_locals["averager"].is_elastic:
             time.sleep(1000)
     return model, stuck
 
@@ -96,8 +98,7 @@ def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys:
         return dict(json.loads(capsys.readouterr().out))
 
     seen = plan("")
-    chosen = [row for row in seen["predictions"] if row["is_measured"] and row["seconds"] == seen["recommendation"]["seconds"]]
-    assert chosen, "what is recommended was measured as a whole step"
+    assert sum(row["is_measured"] for row in seen["predictions"]) > len(found["steps"]), "these, DDP, and the elastic group"
     assert seen["network"]["step_seconds"] == {text: timing["median"] for text, timing in found["steps"].items()}
     assert seen["network"]["kind"] == "measured"
     assert seen["workload"]["compute"] == found["compute"]["median"]
@@ -145,10 +146,13 @@ def test_an_error_on_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("model", ["stuck_on_one_rank", "stuck_among_members"])
-def test_a_rank_that_is_stuck_ends_all_at_the_time_out(tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "timeout"),
+    [("stuck_on_one_rank", "4s"), pytest.param("stuck_among_members", "8s", marks=pytest.mark.long)],  # members need seconds to meet
+)
+def test_a_rank_that_is_stuck_ends_all_at_the_time_out(tmp_path: Path, model: str, timeout: str) -> None:
     (tmp_path / "mine.py").write_text(MODEL)
-    done = probe(2, ["--model", f"mine.py:{model}", "--timeout", "4s", "--repeats", "1"], tmp_path)
+    done = probe(2, ["--model", f"mine.py:{model}", "--timeout", timeout, "--repeats", "1"], tmp_path)
     assert done.returncode != 0
     lines = [line for line in done.stderr.splitlines() if "rumor probe: error" in line]
     assert len(lines) == 1

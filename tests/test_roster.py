@@ -12,6 +12,7 @@ from rumor.membership.limits import (
     FIRST_STEP,
     FORGIVEN_AFTER,
     HUNG_LEAST,
+    HUNG_MOST,
     JOIN_WINDOW,
     RETRY_AFTER,
     SILENCE,
@@ -388,9 +389,9 @@ def member(step_seconds: float, **options: float) -> Member:
     return Member("a", "a", {}, [], 1, given["timeout"], given["drop_slow"], 0.0, 0.0, step_seconds=step_seconds)
 
 
-@pytest.mark.parametrize(("step", "silent", "hung"), [(0.01, 5.0, 60.0), (3.0, 6.0, 60.0), (30.0, 30.0, 300.0), (300.0, 30.0, 3_000.0)])
+@pytest.mark.parametrize(("step", "silent", "hung"), [(0.01, 5.0, 60.0), (3.0, 6.0, 60.0), (30.0, 30.0, 300.0), (300.0, 30.0, HUNG_MOST)])
 def test_limits_follow_the_step_time(step: float, silent: float, hung: float) -> None:
-    assert silence_of(member(step)) == silent
+    assert silence_of(step) == silent
     assert limit_of(member(step), [member(step)]) == hung
     assert limit_of(member(0.01), [member(step)]) == hung  # the slowest counts
     assert limit_of(member(step, drop_slow=5.0), [member(step)]) == max(1.0, 5 * step)
@@ -482,3 +483,30 @@ def test_a_model_of_thousands_of_tensors_is_compared_in_one_short_line() -> None
     assert late is not None
     assert late.count("sha256") == 2
     assert max(len(early), len(late)) < 600
+
+
+def test_a_job_that_has_come_far_is_not_lost_to_one_that_began_at_a_restarted_coordinator() -> None:
+    """A newcomer was faster at the new coordinator than the members, and has begun a job of its own, with the same number of an epoch."""
+    room = Room().began("new")
+    room.beat("new", 7)
+    epoch = room.last("new", "epoch")
+    assert epoch is not None
+    room.hello("a", epoch["number"], ("a", "b"), k=50_000, lineage="old")
+    assert "come further" in room.last("new", "dropped")["why"]  # type: ignore[index]
+    room.hello("b", epoch["number"], ("a", "b"), k=50_000, lineage="old")
+    assert room.last("a", "dropped") is None
+    assert room.last("b", "dropped") is None
+    room.ready("new", "join")
+    for uid in ("a", "b"):
+        room.ready(uid, "after", 50_000)
+    assert room.members("a") == ["a", "b", "new+"]
+    assert room.last("a", "epoch")["lineage"] == "old"  # type: ignore[index]
+
+
+def test_a_job_that_has_just_begun_elsewhere_takes_over_the_one_that_has_come_further() -> None:
+    room = Room().began("a", "b")
+    for uid in ("a", "b"):
+        room.beat(uid, 100)
+    room.hello("c", 9, ("c",), k=20, lineage="other")
+    assert "went on without it" in room.last("c", "dropped")["why"]  # type: ignore[index]
+    assert room.last("a", "dropped") is None

@@ -1,4 +1,4 @@
-"""Rumor: train one PyTorch model on many nodes with far less communication than all-reduce."""
+"""Rumor: train one PyTorch model on many nodes over slow links."""
 
 from typing import NoReturn
 

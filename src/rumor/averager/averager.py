@@ -256,7 +256,7 @@ class Averager:
 
         `DataLoader(data, batch_size=32, sampler=averager.share_of(data))` never ends, so stop by the number of steps. As members of an
         elastic group change, so do their shares. A newcomer goes on where the others are, and a job that `rumor.load` continues goes on
-        where it was saved. If the loader fetches batches ahead (`num_workers=`), these are left out then.
+        where it was saved. If the loader fetches batches ahead (`num_workers=`), these are left out then. Call it once for each data set.
 
         Args:
             data: the data set, or its size.

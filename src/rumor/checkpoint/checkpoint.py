@@ -49,7 +49,7 @@ def save(folder: str | Path, averager: Averager, position: Any = None, *, keep: 
     if averager.has_left:
         raise RuntimeError("this node has left the job: call rumor.save() before finish() or leave()")
     if not averager.together(partial(_save, Path(folder), averager, position, keep, others)):
-        warnings.warn(f"no checkpoint is written at step {averager.steps}: this node is not with the others", stacklevel=2)
+        warnings.warn(f"this node has written no checkpoint at step {averager.steps}: it is not with the others", stacklevel=2)
 
 
 def _save(folder: Path, averager: Averager, position: Any, keep: int, others: dict[str, Stateful]) -> bool:

@@ -193,7 +193,7 @@ def _note_on_unmeasured_ddp(compared: Comparison) -> list[str]:
 
 
 def _note_on_delay(compared: Comparison) -> list[str]:
-    """delay=1 is faster, but not as good: so it is never recommended."""
+    """delay=1 is faster, but was not shown to be as good: so it is never recommended."""
     best, is_parallel = compared.best, takes_parallel(compared)
     chosen = min(compared.parallel.seconds, best.seconds) if is_parallel else best.seconds
     measured = compared.network.step(method_text(best.topology, compared.H, best.bits, delay=1))
@@ -201,7 +201,7 @@ def _note_on_delay(compared: Comparison) -> list[str]:
     if chosen <= (1 + WORTH_IT) * seconds or (is_parallel and measured is None):
         return []
     how = f"a step of {milliseconds(seconds)}" if measured is not None else f"{milliseconds(seconds)} at best"
-    return [f"{best.text[:-1]}, delay=1) is faster, {how}, but not as good: {DELAY_MISSES}"]
+    return [f"{best.text[:-1]}, delay=1) is faster, {how}, but not shown to be as good: {DELAY_MISSES}"]
 
 
 def _note_on_elastic(compared: Comparison) -> list[str]:

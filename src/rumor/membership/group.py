@@ -49,9 +49,10 @@ def elastic(
     Args:
         coordinator: HOST:PORT of the coordinator.
         name: name of this node in messages; its host and process id if None.
-        min_nodes: training begins, and goes on after a loss, with at least so many nodes. With fewer, those that are here wait.
+        min_nodes: training begins, and goes on after a loss, with at least so many nodes. With fewer, those that are here wait. If nodes
+            and the coordinator give different numbers, the largest counts.
         timeout: seconds that others wait for a member that is alive but does not call step(), before they go on without it. None: 60
-            seconds, or 10 of the slowest recent steps if that is longer; 5 minutes for a node's first step.
+            seconds, or 10 of the slowest recent steps if that is longer, at most 30 minutes; 5 minutes for a node's first step.
         drop_slow: go on without a member whose step takes this many times as long as the others' (1 second at least). It comes back at
             once, but stays out longer each time that it is dropped again. None: wait for it.
         job: a name of the job. The coordinator refuses nodes that name another one. Without names, a second job with the same model and

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from rumor.membership import limits
+from rumor.membership.member import silence_of
 from rumor.membership.offer import JobEndedError, Offer, Peer, RefusedError
 from rumor.membership.protocol import LONGEST_LINE, Address, Message, Stage, decode, encode
 
@@ -40,6 +41,7 @@ class Link:
         self._offer: Offer | None = None
         self._epoch: tuple[int, list[str]] | None = None
         self._peers: list[Peer] = []  # of the last epoch that was offered
+        self._lineage = ""  # names the job of that epoch
         self._alive, self._counted_at = 0, -math.inf  # how many of them are alive, and when that was found out
         self._unreachable_since: float | None = None
         self._said_alone = False
@@ -117,6 +119,7 @@ class Link:
             self._ready |= {"schedule": list(self.schedule), "average": self.average}
             self._say("ready", **self._ready)
         began, said = time.monotonic(), False
+        self._count_living_peers()
         while (offer := self._answer(k, stage, is_connected)) is None:
             self._count_living_peers()
             meanwhile()
@@ -129,15 +132,17 @@ class Link:
         """Wait a little for what the coordinator offers. Returns None if there is nothing yet."""
         with self._changed:
             if self._offer is None and self._refusal is None and not self._closed:
+                if (alone := self._without_coordinator(k, stage, is_connected)) is not None:
+                    self._ready = None
+                    return alone
                 self._changed.wait(limits.BEAT)
             if self._offer is None and self._refusal is not None:
                 raise self._refusal
             if self._offer is None and self._closed:
                 raise RuntimeError("this node has left the job: call step() before finish() or leave()")
-            offer = self._offer or self._without_coordinator(k, stage, is_connected)
-            if offer is not None:
+            if self._offer is not None:
                 self._ready = None
-            return offer
+            return self._offer
 
     def _without_coordinator(self, k: int, stage: Stage, is_connected: bool) -> Offer | None:
         """Return what this node does if the coordinator has been gone for long; None if it waits.
@@ -147,12 +152,16 @@ class Link:
         if self._welcomed:
             return None
         if stage in ("finish", "end") and self._is_out_of_touch(limits.END_WITHOUT):
-            log.warning("rumor: step %d: the coordinator is gone, so this node ends without it", k)
             can_average = stage == "finish" and is_connected
+            if can_average:
+                log.warning("rumor: step %d: the coordinator is gone, so the members make their last average without it", k)
+            elif stage == "finish":
+                how = "ends with its own model, which is not the mean of all nodes"
+                log.warning("rumor: step %d: a member is lost, and the coordinator is gone, so this node %s", k, how)
             return Offer(0, "", [], 0, is_same=can_average, is_over=not can_average)
         if stage == "after" and is_connected:  # others may have heard of an epoch, and try to connect
             return Offer(0, "", [], 0, is_same=True) if self._is_out_of_touch(limits.MEET_WITHIN + limits.ALONE_AFTER) else None
-        if stage in ("between", "before", "after") and self._is_out_of_touch(limits.ALONE_AFTER) and self._alive >= self.needed:
+        if stage in ("between", "before", "after") and self._is_out_of_touch(self._alone_after) and self._alive >= self.needed:
             if not self._said_alone:
                 self._said_alone = True
                 log.warning(
@@ -162,6 +171,10 @@ class Link:
                 )
             return Offer(0, "", [], 0, is_alone=True)
         return None
+
+    @property
+    def _alone_after(self) -> float:
+        return max(limits.ALONE_AFTER, min(limits.SILENCE_STEPS * self.step_seconds, limits.SILENCE_MOST))
 
     def _count_living_peers(self) -> None:
         """While there is no coordinator, see how many members of the last epoch are alive: their stores accept connections."""
@@ -223,7 +236,9 @@ class Link:
         """Introduce this node, then send signs of life and hear what comes, until the connection ends."""
         with self._changed:
             epoch = self._epoch or (None, [])
-            connection.sendall(encode("hello", **{**self._hello, "epoch": epoch[0], "members": epoch[1], "k": self.k}))
+            connection.sendall(
+                encode("hello", **{**self._hello, "epoch": epoch[0], "members": epoch[1], "k": self.k, "lineage": self._lineage})
+            )
             self._welcomed = True
             if self._ready is not None:
                 self._say("ready", **self._ready)
@@ -233,12 +248,13 @@ class Link:
         selector.register(connection, selectors.EVENT_READ)
         while not self._closed and self._refusal is None:
             before, now = now, time.monotonic()
-            if now - before > limits.SILENCE:
+            silence = silence_of(self.step_seconds)
+            if now - before > silence:
                 raise _StoppedError(f"this process did not run for {now - before:.0f} s")
             if now - beats >= limits.BEAT:
                 beats = now
                 self.beat()
-            if now - heard > limits.SILENCE:
+            if now - heard > silence:
                 raise OSError("it is silent")
             if not selector.select(limits.BEAT):
                 continue
@@ -265,6 +281,7 @@ class Link:
                 if self._unreachable_since is not None:
                     log.warning("rumor: the coordinator at %s is back", self._coordinator)
                 self._unreachable_since, self._said_alone = None, False
+                self._alive, self._counted_at = 0, -math.inf
             elif kind == "refused":
                 self._refusal = RefusedError(message["why"])
             elif kind == "ended":
@@ -276,6 +293,7 @@ class Link:
                 peers = [Peer(peer["uid"], peer["name"], Address(*peer["store"]), peer["average"]) for peer in message["members"]]
                 self._offer = Offer(message["number"], message["token"], peers, message["holders"], message["at_end"])
                 self._epoch, self._peers = (message["number"], [peer.uid for peer in peers]), peers
+                self._lineage = message["lineage"]
                 self._lost_number = min(self._lost_number, message["number"] - 1)  # a new coordinator begins anew
             elif kind == "passed":
                 self._offer = Offer(0, "", [], 0, passed=message["schedule"])

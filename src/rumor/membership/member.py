@@ -44,6 +44,7 @@ class Member:
     heard: float  # when it last gave a sign of life
     progressed: float  # when it last took a step
     k: int = 0
+    lineage: str = ""  # of the job that it was last a member of
     computing: bool = False
     stepping: int = -1  # the step() that it is in; -1 if it is in none
     step_seconds: float = 0.0  # the slowest of its recent steps; 0 before its first
@@ -60,10 +61,20 @@ class Member:
     def of(cls, hello: Message, now: float, before: Member | None) -> Member:
         """Return the node that says hello. `before` is what was known of it, if it comes back."""
         names = ("uid", "name", "setup", "store", "min_nodes", "timeout", "drop_slow", "k")
-        member = cls(**{name: hello[name] for name in names}, heard=now, progressed=now)
+        member = cls(**{name: hello[name] for name in names}, heard=now, progressed=now, lineage=hello.get("lineage") or "")
         if before is not None:
             member.drops, member.dropped_at, member.retry_at = before.drops, before.dropped_at, before.retry_at
         return member
+
+    @property
+    def silence(self) -> float:
+        """How long it may be silent, in seconds."""
+        return silence_of(self.step_seconds)
+
+    @property
+    def stuck_after(self) -> float:
+        """How long it may take to notice that its epoch is broken, in seconds."""
+        return max(limits.STUCK, self.silence)
 
     def pause(self, now: float) -> float:
         """Note that it was dropped because it kept others waiting. Returns for how many seconds it must stay out, longer each time."""
@@ -137,17 +148,24 @@ def limit_of(node: Member, others: Iterable[Member]) -> float:
     given = [other.timeout for other in (node, *others) if other.timeout is not None]
     if given:
         return max(given)
-    return max(limits.FIRST_STEP if is_first else limits.HUNG_LEAST, limits.HUNG_STEPS * max([*seconds, node.step_seconds]))
+    slowest = limits.HUNG_STEPS * max([*seconds, node.step_seconds])
+    return max(limits.FIRST_STEP if is_first else limits.HUNG_LEAST, min(slowest, limits.HUNG_MOST))
 
 
-def silence_of(node: Member) -> float:
-    """Return how long a member may be silent, in seconds."""
-    return max(limits.SILENCE, min(limits.SILENCE_STEPS * node.step_seconds, limits.SILENCE_MOST))
+def silence_of(step_seconds: float) -> float:
+    """Return how long a member with such steps may be silent, in seconds."""
+    return max(limits.SILENCE, min(limits.SILENCE_STEPS * step_seconds, limits.SILENCE_MOST))
 
 
-def stuck_after(node: Member) -> float:
-    """Return how long a member may take to notice that its epoch is broken, in seconds."""
-    return max(limits.STUCK, silence_of(node))
+def is_further(hello: Message, number: int, lineage: str, members: Iterable[Member]) -> bool:
+    """Return whether a node that says hello has come further than the members of epoch `number`.
+
+    If both began as one job, the later epoch counts. Else one of them has begun anew, at a coordinator that did not know the other yet,
+    and the one with more steps counts: nobody should lose them.
+    """
+    if (hello.get("lineage") or "") == lineage:
+        return bool(hello["epoch"] > number)
+    return bool(hello["k"] > max([node.k for node in members], default=-1))
 
 
 def is_past(other: Member, node: Member) -> bool:

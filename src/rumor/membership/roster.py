@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable
 
 from rumor.membership import limits
-from rumor.membership.member import Epoch, Member, Ready, difference, is_loopback, is_past, limit_of, progress, silence_of, stuck_after
+from rumor.membership.member import Epoch, Member, Ready, difference, is_further, is_loopback, is_past, limit_of, progress
 from rumor.membership.protocol import PROTOCOL, Message, Stage
 
 Send = Callable[[str, str, Message], None]  # to this member: kind, values
@@ -41,6 +41,7 @@ class Roster:
         self._last_hello = 0.0
         self._started: float | None = None  # when this coordinator was
         self._last_number = 0
+        self._lineage = ""  # names the job by its first epoch: coordinators that were started again count epochs anew
         self._told: tuple[int, int, int] | None = None  # the last news
 
     # ---- what nodes say ----------------------------------------------------------------------------------------------------------
@@ -64,12 +65,12 @@ class Roster:
         self._last_hello = now
         self._send(uid, "welcome", {})
         number = message["epoch"]
-        if number is not None and (self.epoch is None or number > self._last_number):  # this coordinator was started again
+        if number is not None and (self.epoch is None or self._is_behind(message)):  # this coordinator was started again
             for other in self.epoch.uids if self.epoch is not None else ():  # they were left behind, or began a job of their own
                 if other not in message["members"]:
                     self._send(other, "dropped", {"why": "others have come further"})
             self.epoch = Epoch(number, list(message["members"]), absent=dict.fromkeys(message["members"], now + limits.SILENCE))
-            self._last_number = max(self._last_number, number)
+            self._last_number, self._lineage = max(self._last_number, number), message.get("lineage") or ""
             self._refuse_strangers(message["setup"])
         if self.epoch is not None:
             self.epoch.absent.pop(uid, None)
@@ -138,7 +139,7 @@ class Roster:
         """Call this a few times a second."""
         self._started = now if self._started is None else self._started
         for node in list(self.nodes.values()):
-            if now - node.heard > (limit := silence_of(node)):
+            if now - node.heard > (limit := node.silence):
                 self._send(node.uid, "dropped", {"why": f"it was silent for {limit:.0f} s"})
                 self.gone(node.uid, "is lost: it is silent", now)
         if self.epoch is not None:
@@ -217,11 +218,14 @@ class Roster:
         if len(waiting) == len(members) > 1 and not all(node.ready for node in members) and self.epoch is not None:
             stuck = min(now - node.progressed for node in members)
             for node in [
-                node for node in waiting if self.epoch.is_broken and node.ready is None and now - node.progressed > stuck_after(node)
+                node for node in waiting if self.epoch.is_broken and node.ready is None and now - node.progressed > node.stuck_after
             ]:
                 self._drop(node, "it has not noticed that its epoch is broken", now)
             if self.epoch is not None and not self.epoch.is_broken and stuck > max(limit_of(node, members) for node in members):
                 self._break(f"all members have waited for each other for {stuck:.0f} s")
+
+    def _is_behind(self, message: Message) -> bool:
+        return is_further(message, self._last_number, self._lineage, self._members())
 
     def _members(self) -> list[Member]:
         return [self.nodes[uid] for uid in self.epoch.uids if uid in self.nodes] if self.epoch is not None else []
@@ -278,6 +282,7 @@ class Roster:
             self._go_on(members, newcomers)
         elif newcomers and self._may_begin(now):
             first = max(newcomers, key=lambda node: node.k)  # the first of those that have come furthest; all start from its model
+            self._lineage = first.lineage or secrets.token_hex(8)
             self._begin([first], [node for node in newcomers if node is not first])
 
     def _may_begin(self, now: float) -> bool:
@@ -314,7 +319,7 @@ class Roster:
         self.epoch = Epoch(self._last_number, [node.uid for node in everyone], [node.uid for node in joining])
         members = [{"uid": node.uid, "name": node.name, "store": node.store, "average": node.average} for node in everyone]
         offer = {"number": self._last_number, "token": secrets.token_hex(8), "members": members}
-        offer |= {"holders": len(holders), "at_end": at_end}
+        offer |= {"holders": len(holders), "at_end": at_end, "lineage": self._lineage}
         for node in everyone:
             node.ready = None
             self._send(node.uid, "epoch", offer)
