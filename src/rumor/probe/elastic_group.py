@@ -58,6 +58,12 @@ def leaving_after(averager: Averager, seconds: float) -> Iterator[None]:
     timer.start()
     try:
         yield
+    except Exception as error:
+        if averager.has_left:  # whatever step() made of it
+            raise ConnectionError(
+                f"lost touch with the others in an elastic group: one of them has not taken its steps within {seconds:.0f} s"
+            ) from error
+        raise
     finally:
         timer.cancel()
 
