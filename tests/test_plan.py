@@ -138,10 +138,10 @@ def test_the_page_fits_the_terminal(line: str, width: int, monkeypatch: pytest.M
     assert ("Left out at 60 columns: at best, sent." in page) == (width == 60 and "paper" not in line)
 
 
-def test_where_there_is_no_terminal_lines_have_100_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_there_is_no_terminal_lines_have_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main(PROBE.split()) == 0
-    assert 90 < max(map(len, capsys.readouterr().out.splitlines())) <= 100
+    assert 70 < max(map(len, capsys.readouterr().out.splitlines())) <= 80
 
 
 def test_the_recommendation_is_marked_in_the_table(capsys: pytest.CaptureFixture[str]) -> None:
