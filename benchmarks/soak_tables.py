@@ -78,12 +78,10 @@ def faults(results: Results) -> str:
 
 
 def cost(results: Results) -> str:
-    """Say what `rumor.elastic` adds to a step in which nothing happens."""
-    added = [
-        f"{percent(row['cost'], '+.1')} ({row['what'].removesuffix(', elastic')})"
-        for row in results["rows"]
-        if row["what"].endswith(", elastic")
-    ]
-    row = results["rows"][0]
-    where = f"{row['hosts']} hosts at {shown(row['rate'])}"
-    return f"Where nothing happens, the time of a step on {where} changes by {' and '.join(added)}, beside a fixed group."
+    """Say what `rumor.elastic` adds to a step in which nothing happens, at each rate of the links."""
+    elastic = [row for row in results["rows"] if row["what"].endswith(", elastic")]
+    added = []
+    for rate in dict.fromkeys(row["rate"] for row in elastic):
+        each = [f"{percent(row['cost'], '+.1')} ({row['what'].removesuffix(', elastic')})" for row in elastic if row["rate"] == rate]
+        added.append(f"by {' and '.join(each)} at {shown(rate)}")
+    return f"Where nothing happens, the time of a step on {elastic[0]['hosts']} hosts changes {', '.join(added)}, beside a fixed group."
