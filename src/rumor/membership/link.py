@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from rumor.membership import limits
-from rumor.membership.member import silence_of
+from rumor.membership.member import silence_of, silence_of_long
 from rumor.membership.offer import JobEndedError, Offer, Peer, RefusedError
 from rumor.membership.protocol import LONGEST_LINE, Address, Message, Stage, decode, encode
 
@@ -174,7 +174,7 @@ class Link:
 
     @property
     def _alone_after(self) -> float:
-        return max(limits.ALONE_AFTER, min(limits.SILENCE_STEPS * self.step_seconds, limits.SILENCE_MOST))
+        return max(limits.ALONE_AFTER, silence_of_long(self.step_seconds))
 
     def _count_living_peers(self) -> None:
         """While there is no coordinator, see how many members of the last epoch are alive: their stores accept connections."""

@@ -154,7 +154,12 @@ def limit_of(node: Member, others: Iterable[Member]) -> float:
 
 def silence_of(step_seconds: float) -> float:
     """Return how long a member with such steps may be silent, in seconds."""
-    return max(limits.SILENCE, min(limits.SILENCE_STEPS * step_seconds, limits.SILENCE_MOST))
+    return max(limits.SILENCE, silence_of_long(step_seconds))
+
+
+def silence_of_long(step_seconds: float) -> float:
+    """Return how long it may be silent if its steps are long. It is less than SILENCE if they are short."""
+    return min(limits.SILENCE_STEPS * step_seconds, limits.SILENCE_MOST)
 
 
 def is_further(hello: Message, number: int, lineage: str, members: Iterable[Member]) -> bool:
