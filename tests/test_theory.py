@@ -11,6 +11,7 @@ import rumor
 from rumor import theory
 from rumor.schedule import Schedule, ScheduleState
 from rumor.theory.constants import _contractions
+from tests.problems import lopsided
 
 GRAPHS: dict[str, Callable[[int], rumor.Topology]] = {"ring": rumor.ring, "grid": rumor.grid, "exponential": rumor.exponential}
 
@@ -68,7 +69,10 @@ def brute_force_sum(topology: rumor.Topology, H: int) -> float:
     Ws, total = [topology.W(k).numpy() for k in range(p)], 0.0
     products = [np.eye(n)] * p
     for length in range(H):
-        total += max(np.linalg.norm(P - 1 / n, 2) for P in products)
+        worst = max(np.linalg.norm(P - 1 / n, 2) for P in products)
+        if worst < 1e-13:
+            break
+        total += worst
         products = [Ws[(k + length) % p] @ P for k, P in enumerate(products)]
     return total
 
@@ -104,7 +108,7 @@ def test_contractions_are_those_of_the_topology(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CYCLES)
-@pytest.mark.parametrize("H", [2, 5, 16, 64, 1000])
+@pytest.mark.parametrize("H", [2, 5, 16, 22, 64, 1000])
 def test_a_cycle_counts_with_the_norms_of_its_products(name: str, H: int) -> None:
     m = theory.mixing(rumor.gossip_pga(CYCLES[name], H))
     assert m.beta == pytest.approx(1)  # one step alone may leave everything
@@ -144,6 +148,156 @@ def test_ten_thousand_nodes_are_quick() -> None:
     for topology in (rumor.ring(10_000), rumor.grid(10_000), rumor.exponential(10_000), rumor.one_peer_exponential(10_000)):
         m = theory.mixing(rumor.gossip_pga(topology, 64))
         assert 1 < m.C <= m.D <= 64
+
+
+# ---- a run of several periods --------------------------------------------------------------------------------------------------------
+
+
+def brute_force_mean(topology: rumor.Topology, periods: list[int]) -> tuple[float, float]:
+    """The means over all steps of C_beta, and of C_beta D_beta. A period of one step has no gossip and counts as 0."""
+    S = brute_force_sum(topology, 1500)
+    C = {H: brute_force_sum(topology, H) if H > 1 else 0.0 for H in periods}
+    steps = [H for H in periods for _ in range(H)]
+    return float(np.mean([C[H] for H in steps])), float(np.mean([C[H] * min(H, S) for H in steps]))
+
+
+def linear_consensus(topology: rumor.Topology, periods: list[int]) -> tuple[float, float]:
+    """The exact mean over all steps of 1/n E||X - X_bar||_F^2 for noise of variance 1, and of the largest ||X - X_bar||_F^2 for a constant
+    gradient of norm 1. The step size is 1, and nothing but the matrices of the run pulls the nodes together.
+    """
+    n = topology.n
+    J, identity = np.ones((n, n)) / n, np.eye(n)
+    ends = set(np.cumsum(periods) - 1)
+    covariance, response = np.zeros((n, n)), np.zeros((n, n))
+    noise, drift = [], []
+    for k in range(sum(periods)):
+        noise.append(float(np.trace(covariance)) / n)
+        drift.append(float(np.linalg.norm(response, 2)) ** 2)
+        V = (J if k in ends else topology.W(k).numpy()) - J
+        covariance, response = V @ (covariance + identity) @ V.T, V @ (response + identity)
+    return float(np.mean(noise)), float(np.mean(drift))
+
+
+SEQUENCES = {
+    "growing": [2, 3, 3, 7, 16],
+    "falling": [16, 7, 3, 1, 2],
+    "one long": [2] * 160 + [80],
+    "mostly one": [1] * 60 + [40],
+}
+RUNS = {
+    "ring 8": rumor.ring(8),
+    "ring 12": rumor.ring(12),
+    "isolated": rumor.isolated(4),
+    "base graph 5": rumor.base_graph(5),
+    "one-peer 6": rumor.one_peer_exponential(6),
+    "norm 1": one_way(),
+}
+
+
+@pytest.mark.parametrize("periods", SEQUENCES.values(), ids=SEQUENCES)
+@pytest.mark.parametrize("name", RUNS)
+def test_mean_mixing_is_the_mean_over_all_steps_and_bounds_linear_consensus(name: str, periods: list[int]) -> None:
+    topology = RUNS[name]
+    m = theory.mean_mixing(topology, periods)
+    C, CD = brute_force_mean(topology, periods)
+    assert [m.C, m.C * m.mean_D_of(None)] == pytest.approx([C, CD], rel=1e-6)
+    noise, drift = linear_consensus(topology, periods)
+    assert noise <= m.beta**2 * m.C * (1 + 1e-9)
+    assert drift <= m.beta**2 * m.C * m.mean_D_of(None) * (1 + 1e-9)
+
+
+def test_other_means_would_be_no_bounds() -> None:
+    """The mean over periods instead of steps, and the product of two means: both are below what linear consensus reaches."""
+    periods = SEQUENCES["one long"]
+    noise, drift = linear_consensus(rumor.isolated(4), periods)
+    assert noise > np.mean(periods), "C_beta = H on isolated nodes"
+    over_steps = np.average(periods, weights=periods)
+    assert drift > over_steps**2, "C_beta = D_beta = H"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_mean_mixing_lies_between_its_periods(name: str) -> None:
+    topology = RUNS[name]
+    assert theory.mean_mixing(topology, [1] * 3) == theory.mixing(rumor.parallel_sgd(topology.n))
+    assert theory.mean_mixing(topology, [6] * 3) == theory.mixing(rumor.gossip_pga(topology, 6))
+    for periods in SEQUENCES.values():
+        m, longest = theory.mean_mixing(topology, periods), theory.time_varying_mixing(topology, periods)
+        assert (m.beta, m.H, m.D, m.longest) == (longest.beta, longest.H, longest.D, longest)
+        assert m.C <= longest.C * (1 + 1e-12)
+        for regime in (None, "sparse", "dense"):
+            assert m.mean_D_of(regime) <= longest.D_of(regime) * (1 + 1e-12)  # type: ignore[arg-type]
+            assert theory.transient_stage(m, regime=regime) <= theory.transient_stage(longest, regime=regime) * (1 + 1e-12)  # type: ignore[arg-type]
+        assert m == theory.mean_mixing(topology, [*reversed(periods)] * 2), "neither order nor repetition counts"
+
+
+def test_every_formula_takes_the_mean_where_steps_are_summed_and_the_longest_period_elsewhere() -> None:
+    ring, known = rumor.ring(20), {"L": 2.0, "sigma2": 3.0, "b2": 5.0}
+    m, longest = theory.mean_mixing(ring, [4] * 12 + [16]), theory.mixing(rumor.gossip_pga(ring, 16))
+    C, CD = brute_force_mean(ring, [4] * 12 + [16])
+    for theorem, constant, first in ((theory.theorem_1, 12 * 2, "distance2"), (theory.theorem_2, 24 * 4, "F_0")):
+        bound, worst = (theorem(x, **known, **{first: 7.0}) for x in (m, longest))  # type: ignore[arg-type, operator]
+        assert bound.r_2 == pytest.approx(constant * ring.beta**2 * (3 * C + 3 * 5 * CD))
+        assert (bound.r_0, bound.r_1, bound.lr_max) == (worst.r_0, worst.r_1, worst.lr_max)
+    rate, worst_rate = theory.rate(m, 1000), theory.rate(longest, 1000)
+    assert rate.noise**3 == pytest.approx(ring.beta**2 * C / 1e6)
+    assert rate.heterogeneity**3 == pytest.approx(ring.beta**2 * CD / 1e6)
+    assert rate.higher_order == worst_rate.higher_order
+    assert theory.transient_stage(m) == pytest.approx(20**3 * ring.beta**4 * CD**2)
+    run = {**known, "lr": 0.002, "mean_B": 1.0}
+    difference = theory.running_consensus_bound(longest, **run) - theory.running_consensus_bound(m, **run)
+    lost = longest.C * (3 * longest.D * 5 + 3) - (3 * 5 * CD + 3 * C)
+    assert difference == pytest.approx(4 * 20 * (ring.beta * 0.002) ** 2 * lost)
+    step = {**known, "lr": 0.002, "A": [0.0] * 9, "B": [1.0] * 9}
+    assert theory.unified_consensus_bound(m, **step) == theory.unified_consensus_bound(longest, **step)  # type: ignore[arg-type]
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------------------------
+
+FOLLOWS, ADAPTS = rumor.LearningRate(3, 24), rumor.Adaptive(10, H_max=32)
+
+
+@pytest.mark.parametrize(
+    ("formula", "said"),
+    [
+        (lambda: theory.C_beta(0.9, FOLLOWS), r"got H=LearningRate\(.*\): pass its longest period, H=24 \(Corollary 1\)"),
+        (lambda: theory.D_beta(0.9, ADAPTS), r"got H=Adaptive\(.*\): pass its longest period, H=32"),
+        (lambda: theory.static_mixing(8, 0.9, FOLLOWS), r"got H=LearningRate\(.*\): pass its longest period, H=24"),
+        (lambda: theory.consensus_distance(rumor.ring(8), FOLLOWS, 0.1, 1.0, 1.0), "pass its longest period, H=24"),
+        (lambda: theory.unstructured_transient_stage(8, FOLLOWS), r"got H=LearningRate\(.*: pass its longest period, H=24"),
+        (lambda: theory.C_beta(0.9, rumor.Never()), r"pass its longest period, H=math.inf"),
+        (lambda: theory.C_beta(0.9, TwiceAsLong()), r"got H=.*TwiceAsLong.*: pass its longest period \(Corollary 1\)"),
+        (lambda: theory.C_beta(0.9, [4, 8]), r"got H=\[4, 8\]: pass one period; mean_mixing\(topology, periods\) takes several"),
+        (lambda: theory.C_beta(0.9, "6"), "must be a whole number >= 1, or math.inf for Gossip SGD, got H='6'$"),
+        (lambda: theory.C_beta(rumor.ring(8), 6), r"between 0 and 1, got beta=ring\(8\): `topology.beta` computes it"),
+        (lambda: theory.static_mixing(rumor.ring(8), 0.9, 6), r"n, the number of nodes, must be a whole number >= 1, got n=ring\(8\)"),
+        (lambda: theory.time_varying_mixing(rumor.base_graph, [4]), r"got the builder base_graph: call it first, as in rumor.ring\(20\)"),
+        (lambda: theory.mean_mixing(rumor.base_graph, [4]), "theory needs a graph of a known number of nodes, got the builder base_graph"),
+        (lambda: theory.consensus_distance(rumor.ring, 4, 0.1, 1.0, 1.0), "got the builder ring: call it first"),
+        (lambda: theory.time_varying_mixing(lopsided(), [4]), "is column stochastic, and the paper has theory of doubly stochastic W only"),
+        (lambda: theory.time_varying_mixing(rumor.ring(8), FOLLOWS), r"such as \[4, 8, 16\], got LearningRate\(.*\): list the periods"),
+        (lambda: theory.mean_mixing(rumor.ring(8), 6), r"periods must be a list of periods, such as \[4, 8, 16\], got 6"),
+        (lambda: theory.mean_mixing(rumor.ring(8), []), "periods is empty: give at least one period"),
+        (lambda: theory.mean_mixing(rumor.ring(8), [4, 2.5]), "got H=2.5"),
+        (lambda: theory.mean_mixing(rumor.ring(8), [4, math.inf]), "must end, got periods with math.inf: use mixing"),
+        (
+            lambda: theory.transient_time(rumor.gossip_pga(rumor.ring(8), FOLLOWS)),
+            r"transient_time counts global averages, which the paper does for one period, got LearningRate\(.*\): use a whole number as H",
+        ),
+        (lambda: theory.period_to_beat_local(rumor.gossip_aga(rumor.ring(8), 10)), r"one period, got Adaptive\(.*\): use a whole number"),
+        (lambda: theory.period_to_beat_local(theory.mean_mixing(rumor.ring(8), [4, 8])), "got a mean_mixing: use a whole number"),
+        (lambda: theory.transient_time(theory.static_mixing(8, 0.9, 4)), r"for which Mixing\(.*\) has no graph: pass a method such as"),
+    ],
+)
+def test_what_theory_can_not_answer_is_refused_in_one_line(formula: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        formula()
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_no_topology_is_refused() -> None:
+    for wrong in (20, "ring", rumor.gossip_pga(rumor.ring(20))):
+        with pytest.raises(TypeError, match=r"topology must be what rumor.ring\(n\) and its like return"):
+            theory.time_varying_mixing(wrong, [4])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

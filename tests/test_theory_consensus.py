@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import rumor
 from rumor import theory
 from rumor.engines import StackedBuckets
 from rumor.methods import Nodes
+from rumor.schedule import Schedule, ScheduleState
 
 
 def run(algorithm: rumor.GossipPGA, X: Tensor, steps: int, lr: float, gradient: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
@@ -131,10 +133,34 @@ class Logistic:
         return every.gather(-2, pick).squeeze(-2)
 
 
+@dataclass(frozen=True)
+class Listed(Schedule):
+    """Global averages after the listed periods, over and over. The state's `samples` counts the periods so far."""
+
+    periods: tuple[int, ...]
+
+    def start(self) -> ScheduleState:
+        return ScheduleState(H=self.periods[0])
+
+    def is_global(self, state: ScheduleState) -> bool:
+        return state.C + 1 == state.H
+
+    def next(self, state: ScheduleState, signal: float | None = None) -> ScheduleState:
+        if not self.is_global(state):
+            return state._replace(k=state.k + 1, C=state.C + 1)
+        done = state.samples + 1
+        return state._replace(k=state.k + 1, C=0, H=self.periods[done % len(self.periods)], samples=done)
+
+    def resumed(self, state: ScheduleState) -> ScheduleState:
+        return state
+
+
 @pytest.mark.parametrize(
     "algorithm",
     [
         rumor.gossip_pga(rumor.ring(12), 8),
+        rumor.gossip_pga(rumor.ring(12), Listed((2, 5, 1, 8, 16))),
+        rumor.gossip_pga(rumor.base_graph(12), Listed((2,) * 12 + (8,))),
         rumor.gossip_pga(rumor.exponential(12), 8),
         rumor.gossip_pga(rumor.one_peer_exponential(12), 16),
         rumor.local_sgd(12, 8),
@@ -144,7 +170,8 @@ class Logistic:
 )
 def test_runs_stay_below_the_lemmas_and_theorem_1(algorithm: rumor.GossipPGA) -> None:
     problem, T, trials = Logistic(12), 160, 24
-    m = theory.mixing(algorithm)
+    schedule = algorithm.schedule
+    m = theory.mean_mixing(algorithm.topology, schedule.periods) if isinstance(schedule, Listed) else theory.mixing(algorithm)
     lr = theory.theorem_1(m, L=problem.L, sigma2=0.0, b2=0.0, distance2=1.0).lr_max
     X = torch.zeros(trials, 12, problem.d, dtype=torch.float64)
     A, B, distances = [], [], []
@@ -153,8 +180,10 @@ def test_runs_stay_below_the_lemmas_and_theorem_1(algorithm: rumor.GossipPGA) ->
         distances.append(float((X.mean(dim=-2) - problem.x_star).square().sum(dim=-1).mean()))
         B.append(float(problem.f(X.mean(dim=-2)).mean()) - problem.least)
     constants = {"lr": lr, "L": problem.L, "sigma2": problem.sigma2, "b2": problem.b2}
+    state = schedule.start()
     for k in range(T):
-        tau = 0 if math.isinf(m.H) else k - k % int(m.H)
+        tau = k - state.C
+        state = schedule.next(state)
         for regime, lemma in ((None, 4), ("sparse", 2), ("dense", 3)):
             bound = theory.unified_consensus_bound(m, A=A[tau : k + 1], B=B[tau : k + 1], regime=regime, **constants)
             assert A[k + 1] <= bound, f"Lemma {lemma} at k = {k}"

@@ -28,7 +28,7 @@ of the theorems and lemmas include their constants, and hold if the problem's co
 """
 
 from rumor.theory.consensus import consensus_distance, descent_bound, running_consensus_bound, unified_consensus_bound
-from rumor.theory.constants import C_beta, D_beta, Mixing, mixing, static_mixing, time_varying_mixing
+from rumor.theory.constants import C_beta, D_beta, Mixing, mean_mixing, mixing, static_mixing, time_varying_mixing
 from rumor.theory.estimators import Estimate, estimate, smoothness
 from rumor.theory.rates import Guarantee, PeriodLimits, Rate, period_for_linear_speedup, period_limits, rate, theorem_1, theorem_2
 from rumor.theory.transient import (
@@ -54,6 +54,7 @@ __all__ = [
     "consensus_distance",
     "descent_bound",
     "estimate",
+    "mean_mixing",
     "mixing",
     "period_for_linear_speedup",
     "period_limits",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rumor.methods import Algorithm
-from rumor.theory.constants import Mixing, Regime, check_nodes, check_period, mixing
+from rumor.theory.constants import Mixing, Regime, check_nodes, check_period, check_topology, mixing
 from rumor.topology import Topology
 from rumor.topology.matrix import Array, Circulant
 
@@ -40,6 +40,7 @@ def consensus_distance(topology: Topology, H: float, lr: float, sigma2: float, b
     >>> round(consensus_distance(nodes, H=3, lr=1.0, sigma2=1.0, b2=0.0), 9)
     0.75
     """
+    check_topology(topology)
     check_period(H)
     if LONGEST < H < math.inf:
         raise ValueError(f"H={H} is longer than {LONGEST:,} steps: pass H=math.inf, the steady state is the same by then")
@@ -108,7 +109,8 @@ def unified_consensus_bound(
 
     D_beta = min{H, 1/(1 - beta)} unites two lemmas, which hold for every network. `regime` asks for one of them: "sparse" for Lemma 2 (22),
     where global averages keep the nodes together and D_beta = H; "dense" for Lemma 3 (23), where gossip does and D_beta = 1/(1 - beta).
-    (Lemma 2 is that of the proof: the statement has b^2 instead of H b^2.)
+    (Lemma 2 is that of the proof: the statement has b^2 instead of H b^2.) With a `mean_mixing`, C_beta and D_beta are those of the longest
+    period, because a mean says nothing about a single step.
 
     Args:
         algorithm: a method such as `rumor.gossip_pga(...)`, or a `Mixing`.
@@ -131,12 +133,12 @@ def unified_consensus_bound(
     >>> bound(None) == bound("sparse") < bound("dense")  # Lemma 2 is tighter
     True
     """
-    m = mixing(algorithm)
+    m = mixing(algorithm).longest
     if not 1 <= len(A) == len(B) <= m.H:
         raise ValueError(
             f"A and B need one value for each step since the last global average, at most H = {m.H}: got {len(A)} and {len(B)} values"
         )
-    c_1, c_2, c_3 = _constants(m, m.D_of(regime), lr, L, sigma2, b2, convex)
+    c_1, c_2, c_3 = _constants(m, regime, lr, L, sigma2, b2, convex)
     fade = m.beta ** np.arange(len(A))[::-1]  # beta^(k-l)
     return c_1 * float(fade @ np.asarray(A, dtype=np.float64)) + c_2 * float(fade @ np.asarray(B, dtype=np.float64)) + c_3
 
@@ -165,7 +167,7 @@ def running_consensus_bound(
     """
     m = mixing(algorithm)
     D = m.D_of(regime)
-    _, c_2, c_3 = _constants(m, D, lr, L, sigma2, b2, convex)
+    _, c_2, c_3 = _constants(m, regime, lr, L, sigma2, b2, convex)
     if 4 * L * m.beta * D * lr > 1:
         raise ValueError(f"the lemma needs lr <= 1/(4 L beta D_beta) = {1 / (4 * L * m.beta * D):.4g}, got lr={lr!r}")
     return 2 * c_2 * D * mean_B + 2 * c_3
@@ -213,12 +215,12 @@ def descent_bound(n: int, *, lr: float, L: float, sigma2: float, value: float, A
     return value - lr / 4 * B + 0.75 * lr * L**2 / n * A + lr**2 * L * sigma2 / (2 * n)
 
 
-def _constants(m: Mixing, D: float, lr: float, L: float, sigma2: float, b2: float, convex: bool) -> tuple[float, float, float]:
-    """The constants c_1, c_2 and c_3 in the proofs of Lemmas 5 and 8, with D for D_beta."""
+def _constants(m: Mixing, regime: Regime | None, lr: float, L: float, sigma2: float, b2: float, convex: bool) -> tuple[float, float, float]:
+    """The constants c_1, c_2 and c_3 in the proofs of Lemmas 5 and 8."""
     if not (lr > 0 and L > 0 and sigma2 >= 0 and b2 >= 0):
         raise ValueError(f"needs lr > 0, L > 0, sigma2 >= 0 and b2 >= 0, got lr={lr}, L={L}, sigma2={sigma2}, b2={b2}")
     if m.beta == 0:
         return 0.0, 0.0, 0.0
-    step = (m.beta * lr) ** 2
+    D, step = m.D_of(regime), (m.beta * lr) ** 2
     c_2 = 12 * m.n * D * step * L if convex else 6 * m.n * D * step
-    return 6 * D * step * L**2, c_2, 2 * m.n * step * m.C * (3 * D * b2 + sigma2)
+    return 6 * D * step * L**2, c_2, 2 * m.n * step * m.C * (3 * m.mean_D_of(regime) * b2 + sigma2)

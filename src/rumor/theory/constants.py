@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count
+from numbers import Real
 from typing import Literal
 
 import numpy as np
 
 from rumor.methods import Algorithm, GossipPGA
-from rumor.schedule import Adaptive, LearningRate, Never, Periodic
+from rumor.methods.algorithm import topology_or_builder
+from rumor.schedule import Adaptive, LearningRate, Never, Periodic, Schedule
 from rumor.topology import Topology
 from rumor.topology.matrix import Array, Circulant, dense
 from rumor.topology.spectrum import distance_to_average
@@ -63,13 +66,34 @@ def _check(beta: float, H: float) -> None:
 
 
 def check_beta(beta: float) -> None:
-    if not 0 <= beta <= 1:
-        raise ValueError(f"beta = ||W - 11'/n||_2 must be between 0 and 1, got beta={beta!r}")
+    if not isinstance(beta, Real) or not 0 <= beta <= 1:
+        raise ValueError(f"beta = ||W - 11'/n||_2 must be between 0 and 1, got beta={beta!r}: `topology.beta` computes it")
 
 
 def check_period(H: float) -> None:
-    if isinstance(H, bool) or not (H >= 1) or not (math.isinf(H) or float(H).is_integer()):
-        raise ValueError(f"the period H must be a whole number >= 1, or math.inf for Gossip SGD, got H={H!r}")
+    if isinstance(H, bool) or not isinstance(H, Real) or not H >= 1 or not (math.isinf(H) or float(H).is_integer()):
+        raise ValueError(f"the period H must be a whole number >= 1, or math.inf for Gossip SGD, got H={H!r}{_one_period(H)}")
+
+
+def _one_period(H: object) -> str:
+    """What to pass instead of something that stands for several periods."""
+    if isinstance(H, Schedule):
+        try:
+            longest = _longest_period(H)
+        except ValueError:  # a schedule of one's own
+            return ": pass its longest period (Corollary 1)"
+        return f": pass its longest period, H={'math.inf' if math.isinf(longest) else longest} (Corollary 1)"
+    if isinstance(H, Sequence) and not isinstance(H, str):
+        return ": pass one period; mean_mixing(topology, periods) takes several"
+    return ""
+
+
+def check_topology(topology: Topology) -> None:
+    found = topology_or_builder(topology)
+    if not isinstance(found, Topology):
+        raise ValueError(f"theory needs a graph of a known number of nodes, got the builder {found!r}: call it first, as in rumor.ring(20)")
+    if found.push_only:
+        raise ValueError(f"{found} is column stochastic, and the paper has theory of doubly stochastic W only: use from_networkx(graph)")
 
 
 @dataclass(frozen=True)
@@ -79,9 +103,10 @@ class Mixing:
     Attributes:
         n: nodes.
         beta: ||W - 11'/n||_2, the share of the disagreement that is left after one gossip step; for a cycle, at its worst phase.
-        H: the period; math.inf without global averages.
-        C: C_beta, the sum of these shares over the H steps of a period.
+        H: the period, the longest one if there are several; math.inf without global averages.
+        C: C_beta, the sum of these shares over the H steps of a period; from `mean_mixing`, the mean of the periods' C_beta.
         S: the same sum over infinitely many steps, 1/(1 - beta).
+        parts: from `mean_mixing`, one pair for each length of a period: its share of all steps, and its `Mixing`. Empty for one period.
     """
 
     n: int
@@ -89,6 +114,7 @@ class Mixing:
     H: float
     C: float
     S: float
+    parts: tuple[tuple[float, Mixing], ...] = field(default=(), repr=False)
 
     @property
     def D(self) -> float:
@@ -107,6 +133,21 @@ class Mixing:
         asked, other = (self.H, self.S) if regime == "sparse" else (self.S, self.H)
         return asked if asked < math.inf else other
 
+    def mean_D_of(self, regime: Regime | None) -> float:
+        """The D_beta that stands beside C_beta in C_beta D_beta b^2. For one period, it is `D_of`.
+
+        From `mean_mixing`, it is the mean of the periods' C_beta D_beta, divided by C. It is not the mean of D_beta: long periods have
+        the larger C_beta and the larger D_beta, so the mean of the products is above the product of the means.
+        """
+        if not self.parts:
+            return self.D_of(regime)
+        return math.fsum(share * part.C * part.D_of(regime) for share, part in self.parts) / self.C
+
+    @property
+    def longest(self) -> Mixing:
+        """The `Mixing` of the longest period alone, which holds at every step."""
+        return max((part for _, part in self.parts), key=lambda part: part.H, default=self)
+
 
 def static_mixing(n: int, beta: float, H: float) -> Mixing:
     """Builds the `Mixing` of n nodes with one matrix W, beta = ||W - 11'/n||_2, and a global average every H steps.
@@ -123,7 +164,7 @@ def static_mixing(n: int, beta: float, H: float) -> Mixing:
 
 
 def check_nodes(n: int) -> None:
-    if isinstance(n, bool) or not float(n).is_integer() or n < 1:
+    if isinstance(n, bool) or not isinstance(n, Real) or not float(n).is_integer() or n < 1:
         raise ValueError(f"n, the number of nodes, must be a whole number >= 1, got n={n!r}")
 
 
@@ -137,7 +178,8 @@ def mixing(algorithm: Algorithm | Mixing) -> Mixing:
 
     If c(l) = beta^l, these are C_beta and D_beta. (The proof of Lemma 2 needs ||sum_l W^l g_l||^2 <= beta^2 D sum_l beta^(l-1) ||g_l||^2,
     and Cauchy-Schwarz proves it for any weights c(l) <= c(1) c(l-1).) A period that changes (Gossip-AGA,
-    `rumor.LearningRate`) is treated as if it had its longest value all the time (Corollary 1).
+    `rumor.LearningRate`) is treated as if it had its longest value all the time (Corollary 1). If you know the periods before the run,
+    `mean_mixing` gives smaller numbers.
 
     >>> import rumor
     >>> mixing(rumor.local_sgd(8, H=4))
@@ -172,11 +214,56 @@ def time_varying_mixing(topology: Topology, periods: Sequence[int]) -> Mixing:
     >>> time_varying_mixing(ring, [4, 8, 16]) == longest
     True
     """
-    if not len(periods):
+    check_topology(topology)
+    return _mixing(topology, max(_checked_periods(periods)))
+
+
+def mean_mixing(topology: Topology, periods: Sequence[int]) -> Mixing:
+    """Builds the `Mixing` of a run whose global averages come after `periods` = H_1, H_2, ..., H_m steps, once or over and over.
+
+    The paper's proof holds period by period, because the disagreement is 0 at the start of each. What the bounds sum over all steps is
+    then a mean, with H_p steps of period p, T + 1 = H_1 + ... + H_m, C_p = C_beta(H_p) and D_p = D_beta(H_p):
+
+        C    = sum_p H_p C_p / (T + 1)
+        C D  = sum_p H_p C_p D_p / (T + 1)      (`mean_D_of`, which stands beside b^2)
+
+    A period of one step has no gossip and counts as 0. The D_beta that limits the step size stays that of the longest period, because
+    nothing is known about how the errors B^(k) are spread over the periods. So do the bounds of a single step
+    (`unified_consensus_bound`). Equal periods give the numbers of `mixing`, and no sequence gives more than its longest period.
+
+    The step size is constant, and the periods must not depend on the samples: for Gossip-AGA, use `mixing`. If a period is followed by a
+    shorter one, the bounds hold at the end of the sequence and of each repetition, and not for every T.
+
+    >>> import rumor
+    >>> ring = rumor.ring(20)
+    >>> run = mean_mixing(ring, [4] * 30 + [16] * 5)  # 120 steps, then 80
+    >>> [round(x, 2) for x in (run.C, run.mean_D_of(None), run.D)]
+    [7.33, 12.26, 16]
+    >>> mean_mixing(ring, [16, 16]) == mixing(rumor.gossip_pga(ring, H=16))
+    True
+    """
+    check_topology(topology)
+    times = Counter(_checked_periods(periods))
+    longest = _mixing(topology, max(times))
+    if len(times) == 1:
+        return longest
+    if math.isinf(longest.H):
+        raise ValueError("every period of mean_mixing must end, got periods with math.inf: use mixing(gossip_sgd(topology))")
+    total = sum(H * often for H, often in times.items())
+    parts = tuple((H * often / total, _mixing(topology, H)) for H, often in sorted(times.items()) if H > 1)
+    return replace(longest, C=math.fsum(share * part.C for share, part in parts), parts=parts)
+
+
+def _checked_periods(periods: Sequence[int]) -> list[int]:
+    try:
+        found = list(periods)
+    except TypeError:
+        raise ValueError(f"periods must be a list of periods, such as [4, 8, 16], got {periods!r}: list the periods of the run") from None
+    if not found:
         raise ValueError("periods is empty: give at least one period, or use mixing(gossip_sgd(topology)) for no global averages")
-    for H in periods:
+    for H in found:
         check_period(H)
-    return _mixing(topology, max(periods))
+    return found
 
 
 def _longest_period(schedule: object) -> float:
@@ -213,8 +300,8 @@ def _sum_of_contractions(topology: Topology, H: float) -> float:
         last, before = sum(terms[-p:]), sum(terms[-2 * p : -p])
         q = last / before
         if q < 1:
-            periods_left = (H - len(terms)) / p
-            guess: float = sum(terms) + last * q * (1 - q**periods_left) / (1 - q)
+            cycles, more = (math.inf, 0) if math.isinf(H) else divmod(int(H) - len(terms), p)
+            guess: float = sum(terms) + last * q * (1 - q**cycles) / (1 - q) + sum(terms[-p:][:more]) * q ** (cycles + 1)
             if abs(guess - last_guess) <= SETTLED * guess:
                 return guess
             last_guess = guess

@@ -65,7 +65,7 @@ def rate(
     D = m.D_of(regime)
     drift = (m.C * m.beta**2 * F_0**2 / T**2) ** (1 / 3)  # C^(1/3) beta^(2/3) (F_0 / T)^(2/3)
     noise = drift * sigma2 ** (1 / 3) if sigma2 else 0.0  # avoids inf * 0 where nothing is ever averaged
-    heterogeneity = drift * (D * b2) ** (1 / 3) if b2 else 0.0
+    heterogeneity = drift * (m.mean_D_of(regime) * b2) ** (1 / 3) if b2 else 0.0
     return Rate(sgd, noise, heterogeneity, m.beta * D * F_0 / T)
 
 
@@ -208,7 +208,7 @@ def _lr_max_and_drift(m: Mixing, L: float, sigma2: float, b2: float) -> tuple[fl
         return 1 / (4 * L), 0.0
     if math.isinf(m.D):
         raise ValueError("there is no guarantee for nodes that neither gossip nor average: use a finite period H or a connected topology")
-    return 1 / max(4 * L, 12 * m.beta * L * m.D), m.beta**2 * m.C * (sigma2 + 3 * m.D * b2)
+    return 1 / max(4 * L, 12 * m.beta * L * m.D), m.beta**2 * m.C * (sigma2 + 3 * m.mean_D_of(None) * b2)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rumor.methods import Algorithm
+from rumor.schedule import Never, Periodic
 from rumor.theory.constants import Mixing, Regime, check_nodes, check_period, mixing
 from rumor.topology import Topology
 
@@ -45,7 +46,7 @@ def transient_stage(algorithm: Algorithm | Mixing, iid: bool = False, regime: Re
     if m.beta == 0:
         return 0.0
     noise = m.n**3 * m.beta**4 * m.C**2
-    return max(noise, 0.0 if iid else noise * D**2, m.n * m.beta**2 * D**2)
+    return max(noise, 0.0 if iid else noise * m.mean_D_of(regime) ** 2, m.n * m.beta**2 * D**2)
 
 
 def unstructured_transient_stage(n: int, H: float) -> float:
@@ -62,7 +63,8 @@ def period_to_beat_local(algorithm: Algorithm | Mixing) -> float:
     """beta^4 C_beta^2. If H is larger, Gossip-PGA's transient time is below that of Local SGD with the same H (section 3.5).
 
     The times are n^3 H C_beta^2 beta^4 (H theta d + n alpha) and n^3 H^3 (theta d + n alpha) (non-iid, 1/(1 - beta) >= H). The condition
-    comes from the part with theta; the part with alpha is always smaller, since beta^2 C_beta < H.
+    comes from the part with theta; the part with alpha is always smaller, since beta^2 C_beta < H. Both methods have one period, so a
+    method with an adaptive period or `rumor.LearningRate` is refused.
 
     >>> import rumor
     >>> graphs = [rumor.exponential(20), rumor.grid(20), rumor.ring(20)]
@@ -71,6 +73,7 @@ def period_to_beat_local(algorithm: Algorithm | Mixing) -> float:
     [1.8, 55.1, 139.5]
     """
     m = mixing(algorithm)
+    _check_one_period("period_to_beat_local", algorithm)
     return m.beta**4 * m.C**2
 
 
@@ -104,19 +107,32 @@ def transient_time(algorithm: Algorithm, alpha: float = 1.0, theta: float = 1.0,
     1) rounds.
 
     Args:
-        algorithm: a method such as `rumor.gossip_pga(...)`.
+        algorithm: a method such as `rumor.gossip_pga(...)`, with one period or none.
         alpha: latency of a message.
         theta: time to send one number.
         d: numbers in the model.
         iid: as in `transient_stage`.
     """
+    if isinstance(algorithm, Mixing):
+        raise ValueError(f"transient_time counts messages, for which {algorithm} has no graph: pass a method such as rumor.gossip_pga(...)")
     m, iterations = mixing(algorithm), transient_stage(algorithm, iid)
+    _check_one_period("transient_time", algorithm)
     gossips = algorithm.topology.has_links and m.H > 1
     numbers = (_largest_neighborhood(algorithm.topology) if gossips else 0) + 2 / m.H
     messages = (1 if gossips else 0) + m.n / m.H
     if messages == 0:  # isolated nodes that never average: the stage is infinite, but nothing is sent
         return TransientTime(iterations, 0.0, 0.0)
     return TransientTime(iterations, iterations * numbers * theta * d, iterations * messages * alpha)
+
+
+def _check_one_period(needed_by: str, algorithm: Algorithm | Mixing) -> None:
+    """Raise ValueError if the period changes: Corollary 1 bounds the transient stage, but not how many global averages it has."""
+    if isinstance(algorithm, Mixing):
+        changes, given = bool(algorithm.parts), "a mean_mixing"
+    else:
+        changes, given = not isinstance(algorithm.schedule, Periodic | Never), repr(algorithm.schedule)
+    if changes:
+        raise ValueError(f"{needed_by} counts global averages, which the paper does for one period, got {given}: use a whole number as H")
 
 
 def _largest_neighborhood(topology: Topology) -> int:
