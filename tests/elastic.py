@@ -94,9 +94,10 @@ def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
         Path(folder, f"{name}.refused").write_text(str(error))
         raise
     own = 1.0 + sum(map(ord, name.split(".")[0])) % 97
+    ends_at = Path(folder, "ends_at")
     with open(f"{folder}/{name}", "a", buffering=1) as file:
         file.write(json.dumps({"joined": averager.steps, "after": model.flat(), "momentum": _momentum(opt)}) + "\n")
-        while averager.steps < options["steps"]:
+        while averager.steps < (int(ends_at.read_text()) if ends_at.exists() else options["steps"]):
             k = averager.steps
             for p in model.parameters():
                 p.grad = torch.full_like(p, own * (1 + k % 3))
@@ -274,6 +275,12 @@ class Job:
         where = {name: (self.step_of(name), process.exitcode) for name, process in self.nodes.items()}
         errors = {path.stem: path.read_text()[-600:] for path in self.folder.glob("*.err") if path.read_text()}
         return f"{self.lines[-30:]} {where} {errors}"
+
+    def end_in(self, steps: int) -> None:
+        """Let the job end so many steps after its fastest node, in the place of a number of steps that was given before."""
+        written = self.folder / "ends_at.new"
+        written.write_text(str(max(self.step_of(name) for name in self.nodes) + steps))
+        written.rename(self.folder / "ends_at")
 
     def finish(self, *names: str, deadline: float = 120.0) -> None:
         """Wait for these nodes to end well, all with the same model."""

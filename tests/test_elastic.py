@@ -106,9 +106,10 @@ def soon_silent() -> Iterator[None]:
     limits.SILENCE = usual
 
 
+@pytest.mark.parametrize("silence", [1.0, 100.0])  # it notices that it was stopped, or hears it from the coordinator
 @pytest.mark.usefixtures("soon_silent")
-def test_a_stopped_node_is_left_behind_and_comes_back_with_the_others_model(tmp_path: Path) -> None:
-    with Job(tmp_path, steps=250) as job:
+def test_a_stopped_node_is_left_behind_and_comes_back_with_the_others_model(tmp_path: Path, silence: float) -> None:
+    with Job(tmp_path, steps=250, silence=silence) as job:
         job.begin("a", "b", "c")
         job.wait_until("b", 10)
         job.signal("b", signal.SIGSTOP)
@@ -120,6 +121,11 @@ def test_a_stopped_node_is_left_behind_and_comes_back_with_the_others_model(tmp_
         jump = next(row for row in job.rows("b") if row.get("now", 0) > row.get("k", 0) + 1)
         assert jump["after"] == next(row for row in job.rows("a") if row.get("now") == jump["now"])["after"]
         assert job.check_means("a", "b", "c") > 50
+        said = (tmp_path / "b.err").read_text()
+        assert "this node is no longer a member" in said
+        assert "lost the coordinator" not in said  # the node was stopped, not the coordinator
+        assert "is back" not in said
+        assert said.startswith("rumor: 3 members: ")  # without a step: a checkpoint may be loaded next
 
 
 def test_a_slow_node_is_waited_for(tmp_path: Path) -> None:
@@ -161,7 +167,11 @@ def test_training_goes_on_without_the_coordinator_and_newcomers_come_in_when_it_
 @pytest.mark.parametrize("method", ["pga", "aga", "slowmo"])
 @pytest.mark.usefixtures("soon_silent")
 def test_a_member_dies_while_there_is_no_coordinator_and_the_others_train_on_and_meet_when_it_is_back(tmp_path: Path, method: str) -> None:
-    with Job(tmp_path, steps=300, method=method, min_nodes=2, alone_after=0.5) as job:
+    def have_met(name: str) -> bool:
+        by = [row["by"] for row in job.rows(name) if "by" in row]
+        return None in by and by[-1] is not None and {*by[-1]} == {"a", "b"}  # ranks follow the order of arrival
+
+    with Job(tmp_path, steps=10**9, method=method, min_nodes=2, alone_after=0.5) as job:
         job.begin("a", "b", "c")
         job.wait_until("a", 10)
         job.stop_coordinator()
@@ -170,14 +180,14 @@ def test_a_member_dies_while_there_is_no_coordinator_and_the_others_train_on_and
         job.wait_until("b", job.step_of("b") + 60)
         assert len(job.last_row("a")["members"]) == 3  # of its last epoch
         job.start_coordinator(job.address)
+        job.wait(lambda: have_met("a") and have_met("b"), "they average together again")
+        job.end_in(100)
         job.finish("a", "b")
         assert survivors_kept_their_steps(job, "ab")
         said = (tmp_path / "a.err").read_text()
         assert said.count("there is no coordinator. Until it is back") == 1
-        alone = [row["k"] for row in job.rows("a") if "by" in row and row["by"] is None]
-        assert len(alone) > 3
-        together = [row for row in job.rows("a") if row.get("by") == ["a", "b"] and row["k"] > alone[-1]]
-        assert together  # the averages after the coordinator came back
+        assert said.count("lost the coordinator at") == said.count(f"the coordinator at {job.address} is back") == 1
+        assert sum("by" in row and row["by"] is None for row in job.rows("a")) > 3
         assert job.check_means("a", "b", "c", exact=method != "slowmo") > 10
 
 

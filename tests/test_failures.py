@@ -107,8 +107,10 @@ def mistake(rank: int, what: str) -> None:
         averager.step()
     elif what == "DDP around it later":
         averager = rumor.Averager(model, rumor.gossip_pga(RING, 6))
-        ddp = nn.parallel.DistributedDataParallel(nn.Sequential(model))
         averager.step()
+        ddp = nn.parallel.DistributedDataParallel(nn.Sequential(model))
+        for _ in range(49):
+            averager.step()
     elif what == "compiled DDP":
         rumor.Averager(torch.compile(nn.parallel.DistributedDataParallel(model), backend="eager"), rumor.gossip_pga(RING, 6))
     elif what == "other algorithm on rank 2":

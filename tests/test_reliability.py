@@ -597,6 +597,30 @@ def test_what_torchrun_has_ended_since_is_told_from_the_first_loss(monkeypatch: 
         assert (says in reason) == is_said
 
 
+def test_the_first_loss_is_named_by_a_rank_that_saw_it_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        doors = {"node 1": first.getsockname(), "node 2": second.getsockname()}
+    slow, store = RuntimeError("Timed out waiting 5000ms"), torch.distributed.HashStore()
+    assert "ended after it" not in liveness.likely_reason(doors, slow, store)  # nobody has seen one of them alone
+    assert liveness.likely_reason({"node 2": doors["node 2"]}, slow, store).startswith("node 2 is lost (its process is gone); the earliest")
+    late = liveness.likely_reason(doors, slow, store)
+    assert late.startswith("node 2 is lost (its process is gone); node 1 ended after it, probably by the launcher; the earliest")
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as first:
+        door = {"node 1": first.getsockname()}
+
+    class Lost:
+        def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+            time.sleep(60)
+            raise AssertionError("nobody waits for this")
+
+    began = time.monotonic()
+    assert "node 1 is lost" in liveness.likely_reason(door, RuntimeError("Timed out waiting 5000ms"), Lost())
+    assert time.monotonic() - began < 30
+
+
 OUTLIVED = """
 from pathlib import Path
 

@@ -89,6 +89,18 @@ def test_all_start_from_the_first_once_nobody_else_comes() -> None:
     assert room.members("a") == room.members("b") == ["a", "b+"]
 
 
+def test_the_coordinator_says_how_many_members_are_new() -> None:
+    room = Room().began("a", "b")
+    room.hello("c")
+    for uid, stage in {"c": "join", "a": "after", "b": "after"}.items():
+        room.ready(uid, stage, 6)
+    room.roster.gone("c", "is lost", room.now)
+    room.ready("a", "before", 11)
+    room.ready("b", "before", 11)
+    epochs = [line for line in room.lines if line.startswith("epoch")]
+    assert epochs == ["epoch 1: a, b; 2 new", "epoch 2: a, b, c; 1 new", "epoch 3: a, b"]
+
+
 def test_survivors_meet_before_an_average_and_newcomers_come_in_after_it() -> None:
     room = Room().began("a", "b", "c")
     room.hello("d")
@@ -287,6 +299,24 @@ def test_a_member_that_has_not_heard_of_its_epoch_is_left_out() -> None:
     room.hello("b", epoch=1, members=("a", "b", "c"))
     assert room.last("a", "lost")["epoch"] == 2  # type: ignore[index]
     assert room.last("b", "dropped") is not None
+
+
+def test_two_nodes_of_the_same_name_take_part_and_the_coordinator_says_so() -> None:
+    room = Room()
+    for uid in ("first", "second"):
+        room.hello(uid, name="a")
+        room.ready(uid, "join")
+    assert room.lines == ["a is here", "a is here. Another node has the same name: both take part, but messages can't tell them apart"]
+    room.later(BEGIN, "first", "second")
+    assert room.members("first") == room.members("second") == ["a", "a+"]
+
+
+def test_a_node_that_died_comes_back_with_its_name() -> None:
+    room = Room()
+    for uid in ("first", "second"):
+        room.hello(uid, name="a")
+        room.roster.gone(uid, "is lost", room.now)
+    assert room.lines == ["a is here", "a is lost", "a is here", "a is lost"]
 
 
 def test_a_stranger_is_refused_with_both_values() -> None:

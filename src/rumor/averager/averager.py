@@ -42,6 +42,8 @@ from rumor.model.tensors import ordinary_tensors
 
 Batch = TypeVar("Batch")
 T = TypeVar("T")
+# DDP may be put around the model after the Averager was built, and leaves no trace on it. A search of all objects takes 10 to 100 ms.
+DDP_LOOKED_FOR = (1, 50, 1_000, 10_000)  # calls of step()
 
 
 class Averager:
@@ -91,7 +93,7 @@ class Averager:
         average_state: AverageState | None = None,
     ):
         self._lazy, self._rescue, self._optimizer = lazy, rescue, optimizer
-        self._showing_mean = self._has_stepped = False
+        self._showing_mean, self._calls = False, 0  # calls of step()
         self._elastic: Elastic | ElasticNode | None = None
         self._local_ranks = None if local_group is None else ranks_of(local_group)
         check_group(group)
@@ -187,10 +189,10 @@ class Averager:
             lr: the learning rate of this step, which SlowMo and `rumor.LearningRate` need; that of `optimizer=` if None.
         """
         self.refuse_inside_averaged("step()")
-        if not self._has_stepped:  # at the first step, because DDP may have been put around the model after the Averager was built
+        self._calls += 1
+        if self._calls in DDP_LOOKED_FOR:
             own = [self.engine.transport.ranks[self.engine.rank]]
             check_no_ddp_around(self.model, self._local_ranks or own, self.replica.runner.algorithm)
-            self._has_stepped = True
         if lr is None and self._optimizer is not None and self.replica.runner.algorithm.needs_lr:
             lr = self._optimizer.param_groups[0]["lr"]
         with ordinary_tensors():

@@ -272,7 +272,8 @@ class Elastic:
                 break
         self._metrics.membership_changes += 1
         self._metrics.seconds_regrouping += time.perf_counter() - began
-        log.warning("rumor: step %d: %s", self._replica.runner.k, listed(self.members))
+        k = self._replica.runner.k  # 0 if the job begins, or if it is about to load a checkpoint, which has another step
+        log.warning("rumor: %s%s", f"step {k}: " if k else "", listed(self.members))
         return took_over
 
     def _enter(self, offer: Offer) -> bool | None:

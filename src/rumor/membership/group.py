@@ -48,7 +48,8 @@ def elastic(
 
     Args:
         coordinator: HOST:PORT of the coordinator.
-        name: name of this node in messages; its host and process id if None.
+        name: name of this node in messages; its host and process id if None. It identifies nobody: a node that starts again may use its
+            old name. Two living nodes of the same name both take part, and the coordinator says so.
         min_nodes: training begins, and goes on after a loss, with at least so many nodes. With fewer, those that are here wait. If nodes
             and the coordinator give different numbers, the largest counts.
         timeout: seconds that others wait for a member that is alive but does not call step(), before they go on without it. None: 60

@@ -44,7 +44,8 @@ class Link:
         self._lineage = ""  # names the job of that epoch
         self._alive, self._counted_at = 0, -math.inf  # how many of them are alive, and when that was found out
         self._unreachable_since: float | None = None
-        self._said_alone = False
+        self._said_alone = self._said_lost = False
+        self._was_dropped = False  # on this connection: then the coordinator may close it
         self.newcomers, self.here, self.needed = 0, 1, 1
         self.k, self.computing, self.step_seconds = 0, True, 0.0
         self.stepping = -1  # the step() that this node is in, if any
@@ -239,18 +240,18 @@ class Link:
             connection.sendall(
                 encode("hello", **{**self._hello, "epoch": epoch[0], "members": epoch[1], "k": self.k, "lineage": self._lineage})
             )
-            self._welcomed = True
+            self._welcomed, self._was_dropped = True, False
             if self._ready is not None:
                 self._say("ready", **self._ready)
         heard = now = time.monotonic()
-        beats, unread = 0.0, b""
+        beats, unread, silence = 0.0, b"", silence_of(self.step_seconds)
         selector = selectors.DefaultSelector()
         selector.register(connection, selectors.EVENT_READ)
         while not self._closed and self._refusal is None:
             before, now = now, time.monotonic()
-            silence = silence_of(self.step_seconds)
-            if now - before > silence:
+            if now - before > silence:  # as the coordinator knew it: the main thread may have counted the stop as a long step by now
                 raise _StoppedError(f"this process did not run for {now - before:.0f} s")
+            silence = silence_of(self.step_seconds)
             if now - beats >= limits.BEAT:
                 beats = now
                 self.beat()
@@ -278,9 +279,9 @@ class Link:
         kind, broken = message["kind"], None
         with self._changed:
             if kind == "welcome":
-                if self._unreachable_since is not None:
+                if self._said_lost:  # else this node was gone, not the coordinator
                     log.warning("rumor: the coordinator at %s is back", self._coordinator)
-                self._unreachable_since, self._said_alone = None, False
+                self._unreachable_since, self._said_alone, self._said_lost = None, False, False
                 self._alive, self._counted_at = 0, -math.inf
             elif kind == "refused":
                 self._refusal = RefusedError(message["why"])
@@ -307,6 +308,7 @@ class Link:
                 if self._epoch is not None and message["epoch"] == self._epoch[0]:
                     broken = self._last_loss = message["why"]
             elif kind == "dropped" and self._epoch is not None:
+                self._was_dropped = True
                 self._lost_number = max(self._lost_number, self._epoch[0])
                 self._epoch, broken = None, f"this node is no longer a member: {message['why']}. It will take over their model"
             self._changed.notify_all()
@@ -318,11 +320,12 @@ class Link:
             if self._socket is not None:
                 self._socket.close()
             self._socket, self._welcomed = None, False
-            if self._unreachable_since is None and not self._closed:
-                self._unreachable_since = time.monotonic()
+            if not self._closed and not self._said_lost:
+                is_first, self._unreachable_since = self._unreachable_since is None, self._unreachable_since or time.monotonic()
                 if isinstance(error, _StoppedError):
                     log.warning("rumor: %s. It asks the coordinator whether it is still a member", error)
-                else:
+                elif not (is_first and self._was_dropped):
+                    self._said_lost = True
                     log.warning("rumor: lost the coordinator at %s (%s); members go on without it", self._coordinator, error)
             self.newcomers = 0
             self._changed.notify_all()

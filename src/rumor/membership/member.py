@@ -130,6 +130,16 @@ def _around_first_difference(*texts: str) -> list[str]:
     return [f"{'... ' * (start > 0)}{text[start : start + SHOWN]}{' ...' * (start + SHOWN < len(text))}" for text in texts]
 
 
+def greeting(member: Member, nodes: Iterable[Member]) -> str:
+    """Return the line that says that a node is here.
+
+    One with the name of another is let in: it may take the place of a node whose host is gone, but whose silence was not noticed yet.
+    """
+    has_namesake = any(node.name == member.name for node in nodes if node is not member)
+    note = ". Another node has the same name: both take part, but messages can't tell them apart" if has_namesake else ""
+    return f"{member.name} is here{note}"
+
+
 def is_loopback(host: str) -> bool:
     return host.startswith("127.") or host == "::1"
 

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Callable
 
 from rumor.membership import limits
-from rumor.membership.member import Epoch, Member, Ready, difference, is_further, is_loopback, is_past, limit_of, progress
+from rumor.membership.member import Epoch, Member, Ready, difference, greeting, is_further, is_loopback, is_past, limit_of, progress
 from rumor.membership.protocol import PROTOCOL, Message, Stage
 
 Send = Callable[[str, str, Message], None]  # to this member: kind, values
@@ -79,7 +79,7 @@ class Roster:
         if number is not None and not self._is_member(uid, number):
             self._send(uid, "dropped", {"why": "the others went on without it"})
         if not came_back:
-            self._log(f"{message['name']} is here")
+            self._log(greeting(self.nodes[uid], self.nodes.values()))
         self._tell_news()
         return True
 
@@ -316,6 +316,7 @@ class Roster:
         """Begin an epoch. The `holders` have the job's state, and the first of them hands it to those that are `joining`."""
         self._last_number += 1
         everyone = [*sorted(holders, key=lambda node: -node.average), *joining]
+        new = sum(not self._is_member(node.uid) for node in everyone)  # in the first epoch, the one that hands over its model is new, too
         self.epoch = Epoch(self._last_number, [node.uid for node in everyone], [node.uid for node in joining])
         members = [{"uid": node.uid, "name": node.name, "store": node.store, "average": node.average} for node in everyone]
         offer = {"number": self._last_number, "token": secrets.token_hex(8), "members": members}
@@ -323,7 +324,7 @@ class Roster:
         for node in everyone:
             node.ready = None
             self._send(node.uid, "epoch", offer)
-        self._log(f"epoch {self._last_number}: {', '.join(node.name for node in everyone)}" + (f"; {len(joining)} new" if joining else ""))
+        self._log(f"epoch {self._last_number}: {', '.join(node.name for node in everyone)}" + (f"; {new} new" if new else ""))
         self._told = None
         self._tell_news()
 

@@ -12,18 +12,29 @@ import errno
 import os
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 Address = tuple[str, int]
 Addresses = Mapping[str, Address | None]  # by the name of the process, "node 3"
 
-SECONDS = 1.0  # for a host to answer
+SECONDS = 1.0  # for a host or the store to answer
+GONE = "its process is gone"
+FIRST_LOST = "rumor/first lost"  # the key in the store
 ENDING = 2.0  # seconds for a process to end after its connections have ended
 HUNG_UP = ("closed by peer", "reset by peer", "Broken pipe")  # in errors of gloo
 BACKLOG = 4096  # connections that may wait; kernels usually allow no more
 _listener: socket.socket | None = None
+
+
+class Store(Protocol):
+    """What this module needs of a store of torch.distributed."""
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        """Write `desired_value` if the key has `expected_value`, or is not there. Returns what is there now."""
 
 
 def address() -> Address | None:
@@ -82,30 +93,66 @@ def lost_processes(addresses: Addresses) -> dict[str, str]:
     return {name: found[name] for name in addresses if name in found}
 
 
-def likely_reason(addresses: Addresses, error: Exception) -> str:
+def likely_reason(addresses: Addresses, error: Exception, store: Store | None = None) -> str:
     """Return why a rank has lost touch with the others, as far as it can tell.
 
     The kernel closes the connections of a dead process one by one, so its port may close later than the connection that failed.
+
+    Args:
+        addresses: of all processes.
+        error: what the failed call raised.
+        store: of the job, if there is one. In it the ranks write down who was lost first.
     """
     found, ends = lost_processes(addresses), time.monotonic() + ENDING
     while addresses and not found and any(words in str(error) for words in HUNG_UP) and time.monotonic() < ends:
         time.sleep(0.2)
         found = lost_processes(addresses)
     if found:
-        lost = ", ".join(f"{name} is lost ({why})" for name, why in found.items())
-        if len(found) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # it sends SIGTERM, which leaves no trace that others could see
-            lost += "; one of them was lost first, and torchrun has ended others on the same host since"
-        return f"{lost}; the earliest error in the logs of all ranks is the cause"
+        text = f"{_in_words(found, _first_lost(list(found), store))}; the earliest error in the logs of all ranks is the cause"
+        if GONE not in found.values():
+            return text
+        return f"{text}. If there is none, it was killed (out of memory?), or ended before this rank had called all that it calls"
     if not addresses:
         return "a peer has died before it built its Averager, or is slower than the time-out that init_process_group(timeout=...) sets"
     return (
         "no process is gone, so a peer is slower than the time-out that init_process_group(timeout=...) sets, or has not called step(), "
-        "averaged() or finish() as often as this rank"
+        "averaged(), finish(), consensus_distance() or rumor.save() as often as this rank"
     )
 
 
+def _in_words(found: Mapping[str, str], first: str | None) -> str:
+    if first is not None:
+        later = [name for name in found if name != first]
+        return f"{first} is lost ({found[first]})" + (f"; {', '.join(later)} ended after it, probably by the launcher" if later else "")
+    lost = ", ".join(f"{name} is lost ({why})" for name, why in found.items())
+    if len(found) > 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # it sends SIGTERM, which leaves no trace that others could see
+        lost += "; one of them was lost first, and torchrun has ended others on the same host since"
+    return lost
+
+
+def _first_lost(found: Sequence[str], store: Store | None) -> str | None:
+    """Return which process was lost first, if a rank has seen it as the only one.
+
+    A launcher ends all processes soon after it has lost one. Ranks that look early write down the lost one; those that look later read it.
+    """
+    if len(found) == 1 and store is None:
+        return found[0]
+    answers: list[str] = []
+
+    def ask() -> None:
+        assert store is not None
+        with suppress(Exception):  # the store may be lost, too, and this is only for the text of an error
+            answers.append(store.compare_set(FIRST_LOST, "", found[0] if len(found) == 1 else "").decode())
+
+    if store is not None:
+        asking = threading.Thread(target=ask, daemon=True)  # a store that is lost may answer after minutes
+        asking.start()
+        asking.join(SECONDS)
+    return answers[0] if answers and answers[0] in found else found[0] if len(found) == 1 else None
+
+
 def _reason(refusal: int) -> str:
-    return "its process is gone" if refusal in (errno.ECONNREFUSED, errno.ECONNRESET) else "its host does not answer"
+    return GONE if refusal in (errno.ECONNREFUSED, errno.ECONNRESET) else "its host does not answer"
 
 
 def _connect(name: str, to: Address, selector: selectors.BaseSelector) -> int:

@@ -220,8 +220,8 @@ class AllReduce:
         if not labels_agree(head, n):
             raise RuntimeError(
                 f"ranks are out of step: rank {self.transport.rank} was {self.doing}, another one was doing something else. Every rank "
-                "must call step(), averaged(), finish() and consensus_distance() in the same order and equally often, also one with fewer "
-                "batches: compare averager.metrics.rounds of all ranks to see which one has skipped a call"
+                "must call step(), averaged(), finish(), consensus_distance() and rumor.save() in the same order and equally often, also "
+                "one with fewer batches: compare averager.metrics.rounds of all ranks to see which one has skipped a call"
             )
         if head[-2] > 0:
             self.transport.heard_news = True

@@ -221,9 +221,10 @@ class Transport:
             with _unrecorded():
                 return function()
         except RuntimeError as error:
+            reason = liveness.likely_reason(self.addresses, error, _store())
             raise ConnectionError(
-                f"{self._called} {self.rank} of {self.n} lost touch with the others while {self.metrics.locate(doing)}: "
-                f"{liveness.likely_reason(self.addresses, error)}. Fix this, then restart the job from its last checkpoint. ({error})"
+                f"{self._called} {self.rank} of {self.n} lost touch with the others while {self.metrics.locate(doing)}: {reason}. "
+                f"Fix this, then restart the job from its last checkpoint. ({error})"
             ) from error
 
     # ---- handshake ---------------------------------------------------------------------------------------------------------------
@@ -282,3 +283,12 @@ def default_group(backend: str, timeout: float, **rendezvous: Any) -> Iterator[N
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _store() -> liveness.Store | None:
+    """Return the store of the job; None if there is no default group."""
+    try:
+        store: liveness.Store = dist.distributed_c10d._get_default_store()
+    except ValueError:
+        return None
+    return store
