@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import networkx as nx
 import torch
@@ -66,6 +66,13 @@ ALGORITHMS: dict[str, Callable[[], Any]] = {
     "sgp directed": lambda: rumor.osgp(lopsided(), delay=0),
 }
 
+# On 5 nodes the base graph has weights other than 1/2, and steps in which a node rests. On 4 nodes it has neither.
+FIVE_NODES: dict[str, Callable[[], Any]] = {
+    "gossip_pga base graph by learning rate 4 bits": lambda: rumor.gossip_pga(
+        rumor.base_graph(5), rumor.LearningRate(3, 24, power=0.5), bits=4
+    ),
+}
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "nesterov": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9, nesterov=True),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
@@ -106,12 +113,15 @@ def flat(model: nn.Module) -> Tensor:
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
-def train_here(algorithm: Any, optimizer: str, steps: int) -> tuple[Tensor, Tensor, list[int | None]]:
+def train_here(
+    algorithm: Any, optimizer: str, steps: int, average_state: Literal["global", "always"] | None = None
+) -> tuple[Tensor, Tensor, list[int | None]]:
     """On the stacked engine: iterates [steps, n, d], losses [steps, n] and the period after each step."""
     sim = rumor.Simulator(network(), algorithm)
     opt = OPTIMIZERS[optimizer](list(sim.parameters()))
+    sim.average_state(opt, average_state)
     iterates, losses, periods = [], [], []
-    for k, (x, y) in enumerate(zip(*batches(steps), strict=True)):
+    for k, (x, y) in enumerate(zip(*batches(steps, sim.n), strict=True)):
         lr = decayed(opt, k)
         loss = sim(loss_fn, x, y)
         loss.sum().backward()
@@ -124,9 +134,11 @@ def train_here(algorithm: Any, optimizer: str, steps: int) -> tuple[Tensor, Tens
     return torch.stack(iterates), torch.stack(losses), periods
 
 
-def trained(model: nn.Module, averager: rumor.Averager, opt: torch.optim.Optimizer, rank: int, x: Tensor, y: Tensor) -> Iterator[Tensor]:
-    """The training loop of one rank on batches [steps, ranks, ...]: its loss after each step."""
-    for k in range(len(x)):
+def trained(
+    model: nn.Module, averager: rumor.Averager, opt: torch.optim.Optimizer, rank: int, x: Tensor, y: Tensor, first: int = 0
+) -> Iterator[Tensor]:
+    """The training loop of one rank on batches [steps, ranks, ...], from step `first` on: its loss after each step."""
+    for k in range(first, len(x)):
         lr = decayed(opt, k)
         loss = loss_fn(model, x[k, rank], y[k, rank])
         loss.backward()

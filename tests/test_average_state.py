@@ -28,10 +28,15 @@ METHODS: dict[str, Callable[[], Any]] = {
     "gossip_pga by gossip": lambda: rumor.gossip_pga(rumor.ring(N), 3, average_rounds=2),
     "gossip_pga 4 bits": lambda: rumor.gossip_pga(rumor.one_peer_exponential(N), 3, bits=4),
     "gossip_pga 8 bits delayed": lambda: rumor.gossip_pga(rumor.ring(N), 3, bits=8, delay=1),
+    "gossip_pga by learning rate 4 bits": lambda: rumor.gossip_pga(  # what docs/beyond.md recommends
+        rumor.one_peer_exponential(N), rumor.LearningRate(3, 24, power=0.3), bits=4
+    ),
     "gossip_aga": lambda: rumor.gossip_aga(rumor.ring(N), warmup=9, H_init=2, H_max=8),
     "local_sgd 8 bits": lambda: rumor.local_sgd(N, 3, bits=8),
     "slowmo": lambda: rumor.slowmo(rumor.ring(N), 3, momentum=0.6, slow_lr=0.9),
     "slowmo 4 bits": lambda: rumor.slowmo(rumor.ring(N), 3, momentum=0.6, slow_lr=0.9, bits=4),
+    "diloco": lambda: rumor.diloco(N, 3),
+    "diloco gossip 8 bits": lambda: rumor.diloco(N, 3, topology=rumor.ring, bits=8),
 }
 
 

@@ -9,6 +9,8 @@ from tests.problems import ALGORITHMS
 
 WRITTEN = {
     "gossip_pga(one_peer_exponential, H=6, bits=4)": rumor.gossip_pga(rumor.one_peer_exponential, H=6, bits=4),
+    "gossip_pga(one-peer-exponential, H=6)": rumor.gossip_pga(rumor.one_peer_exponential, H=6),
+    "gossip-sgd(rumor.base-graph(6))": rumor.gossip_sgd(rumor.base_graph(6)),
     "gossip_pga(ring)": rumor.gossip_pga(rumor.ring, 6),
     " rumor.gossip_pga(rumor.ring(8), 3, delay=1) ": rumor.gossip_pga(rumor.ring(8), 3, delay=1),
     "parallel_sgd": rumor.parallel_sgd(),
@@ -54,7 +56,8 @@ REFUSED = {
     "gossip_pga(partial(slowmo, 3))": "partial takes a topology and its options",
     "gossip_pga(ring": 'write it as in Python, "gossip_pga',
     "": 'write it as in Python, "gossip_pga',
-    "gossip_pga(one-peer-exponential)": "one - peer - exponential is neither a number nor a name",
+    "gossip_pga(one-pear-exponential)": "there is no 'one_pear_exponential', but there are .* one_peer_exponential",
+    "gossip_pga(ring, H=6-ring)": "6 - ring is neither a number nor a name",
     "gossip_sgd(from_matrix(3))": "a graph or a matrix of your own can't be read from text",
     "x" * 2000: "a text of 2000 characters",
     "(" * 900: "write it as in Python",

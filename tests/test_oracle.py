@@ -10,7 +10,7 @@ import rumor
 from tests.oracle import oracle
 
 N, D, STEPS = 5, 4, 60
-RING, PEER = rumor.ring(N), rumor.one_peer_exponential(N)
+RING, PEER, BASE = rumor.ring(N), rumor.one_peer_exponential(N), rumor.base_graph(N)
 LOPSIDED = rumor.from_digraph(nx.DiGraph([(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (0, 3), (2, 0)]))
 random = np.random.default_rng(5)
 A = random.standard_normal((STEPS, N, 6, D)) + random.standard_normal((N, 1, D))
@@ -92,6 +92,13 @@ CASES = {
     "gossip_pga 16 bits by gossip": (rumor.gossip_pga(RING, 4, bits=16, average_rounds=3), {"H": 4, "bits": 16, "average_rounds": 3}),
     "gossip_aga 4 bits": (rumor.gossip_aga(RING, 12, H_init=2, H_max=9, bits=4), {"warmup": 12, "H_init": 2, "H_max": 9, "bits": 4}),
     "slowmo 8 bits": (rumor.slowmo(RING, 4, momentum=0.6, slow_lr=0.8, bits=8), {"H": 4, "momentum": 0.6, "slow_lr": 0.8, "bits": 8}),
+    "gossip_sgd base graph": (rumor.gossip_sgd(BASE), {}),
+    "gossip_pga base graph delayed": (rumor.gossip_pga(BASE, 6, delay=1), {"H": 6, "delay": 1}),
+    "gossip_pga base graph by gossip": (rumor.gossip_pga(BASE, 7, average_rounds=3), {"H": 7, "average_rounds": 3}),
+    "gossip_pga base graph by learning rate 4 bits": (
+        rumor.gossip_pga(BASE, rumor.LearningRate(3, 20), bits=4),
+        {"H_min": 3, "H_max": 20, "bits": 4},
+    ),
     "osgp": (rumor.osgp(PEER), {"delay": 1}),
     "osgp directed": (rumor.osgp(LOPSIDED), {"delay": 1}),
     "osgp directed without delay": (rumor.osgp(LOPSIDED, delay=0), {"delay": 0}),

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import rumor
 from tests.cluster import Cluster
-from tests.problems import ALGORITHMS, OPTIMIZERS, N, batches, decayed, flat, loss_fn
+from tests.problems import ALGORITHMS, FIVE_NODES, OPTIMIZERS, N, batches, decayed, flat, loss_fn
 
 STEPS = 22
 STOPS = [1, 7, 13]  # in the middle of a period, and of the adaptive runs' warm-up; with delay 1 a message is always in flight
@@ -89,14 +89,14 @@ def test_the_stops_fall_where_they_should() -> None:
     assert max(STOPS) + AFTER == STEPS
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ALGORITHMS | FIVE_NODES)
 def test_the_simulator_resumes_bitwise(name: str, tmp_path: Path) -> None:
     def start() -> tuple[rumor.Simulator, torch.optim.Optimizer]:
-        sim = rumor.Simulator(network(), ALGORITHMS[name]())
+        sim = rumor.Simulator(network(), (ALGORITHMS | FIVE_NODES)[name]())
         return sim, OPTIMIZERS["adamw"](list(sim.parameters()))
 
     def run(sim: rumor.Simulator, opt: torch.optim.Optimizer, first: int, last: int) -> None:
-        x, y = batches(STEPS)
+        x, y = batches(STEPS, sim.n)
         for k in range(first, last):
             losses = sim(loss_fn, x[k].float(), y[k])
             losses.sum().backward()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,36 +77,46 @@ class StackedBuckets:
 
 
 class PackedBuckets:
-    """Stacked tensors [..., n, d_b] as one bucket [..., n, d], so that blocks of codes are cut as in the buckets of real processes."""
+    """Stacked tensors [..., n, d_b] as one bucket [..., n, d] for each dtype.
+
+    So blocks of codes are cut as in the buckets of real processes, however many those are.
+    """
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.finite_check: FiniteCheck | None = sum_of_squares
         self.rebind(tensors)
-        self._copy: Buffer | None = None
+        self._copies: list[Buffer | None] = [None] * len(self)
 
     def rebind(self, tensors: Sequence[Tensor]) -> None:
-        """Use other tensors of the same shapes from now on."""
-        self._tensors, self._sizes = list(tensors), [x.shape[-1] for x in tensors]
+        """Use other tensors of the same shapes and dtypes from now on."""
+        tensors = [x for x in tensors if x.numel()]
+        self._alike = [[x for x in tensors if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in tensors)]
 
     def __len__(self) -> int:
-        return 1
+        return len(self._alike)
 
     def read(self, b: int) -> Buffer:
-        if self._copy is None:
-            self._copy = Buffer(self.peek(b))
+        copy = self._copies[b]
+        if copy is None:
+            copy = self._copies[b] = Buffer(self.peek(b))
         else:
-            torch.cat(self._tensors, dim=-1, out=self._copy.tensor)
-        return self._copy
+            torch.cat(self._alike[b], dim=-1, out=copy.tensor)
+        return copy
 
     def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
         return self.read(b).less(minus)
 
     def peek(self, b: int) -> Tensor:
-        return torch.cat(self._tensors, dim=-1)
+        return torch.cat(self._alike[b], dim=-1)
 
     def write(self, b: int, value: Tensor) -> None:
-        for x, part in zip(self._tensors, torch.split(value, self._sizes, dim=-1), strict=True):
+        for x, part in self._with_parts(b, value):
             x.copy_(part)
+
+    def _with_parts(self, b: int, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each tensor of a bucket with its part of `packed`."""
+        alike = self._alike[b]
+        return zip(alike, torch.split(packed, [x.shape[-1] for x in alike], dim=-1), strict=True)
 
     def lerp(self, b: int, lerp: Lerp, sent: Tensor | None = None) -> None:
         own = self.peek(b) if sent is None else sent
@@ -114,7 +124,7 @@ class PackedBuckets:
         self.add(b, (end - own).mul_(weight))
 
     def add(self, b: int, change: Tensor) -> None:
-        for x, part in zip(self._tensors, torch.split(change, self._sizes, dim=-1), strict=True):
+        for x, part in self._with_parts(b, change):
             x.add_(part)
 
 

@@ -251,13 +251,14 @@ def as_number(lr: object, needed_by: object) -> float:
     try:
         return float(lr)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several numbers
-        call = "step(loss, lr=scheduler.get_last_lr()[0]), before scheduler.step()"
-        raise ValueError(f"{needed_by} needs the current learning rate: call {call}; got lr={lr!r}") from None
+        how = "call step(loss, lr=scheduler.get_last_lr()[0]), before scheduler.step(), or give the Averager optimizer=opt"
+        raise ValueError(f"{needed_by} needs the current learning rate: {how}; got lr={lr!r}") from None
 
 
 def check_algorithm(algorithm: object) -> None:
     if not isinstance(algorithm, Algorithm):
-        raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {algorithm!r}")
+        from_text = f": to read it from text, use rumor.method({algorithm!r})" if isinstance(algorithm, str) else ""
+        raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {algorithm!r}{from_text}")
 
 
 def _how_to_fit(topology: Topology, n: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -28,7 +29,8 @@ def method(text: str) -> Algorithm:
     """Read a method from text, as you would write it in Python, or as it prints.
 
     The text may have the names of methods, topologies and schedules, numbers, and nothing else: no code is run. A topology without a
-    number of nodes fits any number of nodes. Graphs and matrices of your own can't be read from text.
+    number of nodes fits any number of nodes. Names may have dashes, as in one-peer-exponential. Graphs and matrices of your own can't be
+    read from text.
 
     >>> import rumor
     >>> read = rumor.method("gossip_pga(ring, H=6, bits=4)")
@@ -48,7 +50,7 @@ def method(text: str) -> Algorithm:
     if len(text) > LONGEST:
         raise ValueError(f"a text of {len(text)} characters can't be read as a method: the longest has {LONGEST}")
     try:
-        found = _value(ast.parse(text.strip(), mode="eval").body)
+        found = _value(ast.parse(_without_dashes(text.strip()), mode="eval").body)
         found = _called(found, [], {}) if found in FUNCTIONS else found
     except (SyntaxError, RecursionError, MemoryError):  # the last two are of the parser: too many brackets
         raise ValueError(
@@ -59,6 +61,11 @@ def method(text: str) -> Algorithm:
     if not isinstance(found, Algorithm):
         raise ValueError(f"{text!r} is no method: the methods are {_names(FUNCTIONS)}")
     return found
+
+
+def _without_dashes(text: str) -> str:
+    """Spell names as in Python: one_peer_exponential. No method has a subtraction, so a dash between letters is in a name."""
+    return re.sub("(?<=[A-Za-z])-(?=[A-Za-z])", "_", text)
 
 
 def _value(node: ast.expr) -> Any:

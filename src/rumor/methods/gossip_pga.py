@@ -61,7 +61,7 @@ class GossipPGA(Algorithm):
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def _check_bits(self) -> None:
-        if self.bits not in WIDTHS or isinstance(self.bits, bool):
+        if type(self.bits) is not int or self.bits not in WIDTHS:
             raise ValueError(f"bits must be 32, 16, 8 or 4, got bits={self.bits!r}")
         if self.bits < 16 and (self.average_rounds is not None or isinstance(self.schedule, Never)):
             raise ValueError(

@@ -122,4 +122,7 @@ def _split_like(joined: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     sizes = [t.numel() for t in tensors]
     if joined.numel() != sum(sizes):
         raise ValueError(f"this state is of a model with {joined.numel()} numbers, but the model here has {sum(sizes)}")
-    return [part.view(t.shape).to(t.device) for part, t in zip(torch.split(joined, sizes), tensors, strict=True)]
+    is_mixed = len({t.dtype for t in tensors}) > 1  # then joining has widened some of them
+    dtypes = [accumulator(t.dtype) if is_mixed else joined.dtype for t in tensors]
+    parts = zip(torch.split(joined, sizes), tensors, dtypes, strict=True)
+    return [part.view(t.shape).to(t.device, dtype) for part, t, dtype in parts]

@@ -155,29 +155,42 @@ def _one_pass(pieces: Sequence[Tensor]) -> OnePass | None:
 
 
 def _cut(tensors: Sequence[Tensor], bits: int) -> list[list[Tensor]]:
-    """Cut tensors into buckets of one dtype and device, each filled to the limit. Contiguous tensors are split where a bucket ends."""
+    """Cut tensors into buckets of one dtype and device, each filled to the limit. Tensors are split where a bucket ends."""
     buckets: list[list[Tensor]] = []
     for kind in dict.fromkeys((t.dtype, t.device) for t in tensors):
         alike = [t for t in tensors if (t.dtype, t.device) == kind and t.numel()]
         limit = _bucket_size(sum(t.numel() for t in alike), *kind, bits)
         left = 0
         for t in alike:
-            rest = t.view(-1) if t.is_contiguous() else t
-            while rest.numel():
-                if left <= 0:
+            rest = [t.view(-1) if t.is_contiguous() else t]
+            while rest:
+                if left == 0:
                     buckets.append([])
                     left = limit
-                piece, rest = (rest[:left], rest[left:]) if rest.dim() == 1 and t.is_contiguous() else (rest, rest[:0])
-                buckets[-1].append(piece)
-                left -= piece.numel()
+                piece, *rest = rest
+                now, later = ([piece], []) if piece.numel() <= left else _divided(piece, left)
+                buckets[-1] += now
+                left -= sum(part.numel() for part in now)
+                rest = later + rest
     return buckets
+
+
+def _divided(t: Tensor, count: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Return views of the first `count` numbers of `t`, in the order of its indices, and views of the others. `t` has any strides."""
+    rows, more = divmod(count, t[0].numel())
+    first, others = [t[:rows]], [t[rows:]]
+    if more:
+        start, end = _divided(t[rows], more)
+        first, others = [*first, *start], [*end, t[rows + 1 :]]
+    return [part for part in first if part.numel()], [part for part in others if part.numel()]
 
 
 def _bucket_size(total: int, dtype: torch.dtype, device: torch.device, bits: int) -> int:
     """Return the size of a bucket, in elements: neither too large for the cache nor so small that latency dominates."""
-    aligned = ALIGNED if bits == 32 else BLOCK
-    share = -(-total // (PIECES * aligned)) * aligned
     if device.type == "cuda":
-        return max(share, SMALLEST_BYTES_ON_GPU // dtype.itemsize)
-    smallest = SMALLEST_BYTES // dtype.itemsize if bits == 32 else SMALLEST_BYTES * 8 // bits
-    return max(min(share, BUCKET_BYTES // dtype.itemsize), smallest)
+        size = max(-(-total // PIECES), SMALLEST_BYTES_ON_GPU // dtype.itemsize)
+    else:
+        smallest = SMALLEST_BYTES // dtype.itemsize if bits == 32 else SMALLEST_BYTES * 8 // bits
+        size = max(min(-(-total // PIECES), BUCKET_BYTES // dtype.itemsize), smallest)
+    aligned = ALIGNED if bits == 32 else BLOCK
+    return -(-size // aligned) * aligned
