@@ -29,6 +29,7 @@ from tqdm import tqdm
 import rumor
 from logistic.tables import Row, as_text
 from networks.command import above_zero, at_least_one
+from networks.compare import with_interval
 from networks.engines import device_name
 from text.gpt import EVALUATED, GPT, check_text, held_out_loss, last_start, load_text, loss_of, lr_at, read, sequences, write
 
@@ -39,30 +40,31 @@ STEPS, BATCH, LR = 1_500, 32, 1e-3
 POWERSGD_RANK, POWERSGD_START = 2, 10
 
 
-def float32(ddp: DistributedDataParallel) -> None:
+def float32(ddp: DistributedDataParallel, opt: torch.optim.Optimizer) -> None:
     """Leaves DDP as it is."""
 
 
-def coded(bits: int) -> Callable[[DistributedDataParallel], object]:
-    def register(ddp: DistributedDataParallel) -> None:
-        ddp.register_comm_hook(rumor.ddp_hook_state(bits=bits), rumor.ddp_hook)
+def coded(bits: int, follows_moments: bool = False) -> Callable[[DistributedDataParallel, torch.optim.Optimizer], object]:
+    def register(ddp: DistributedDataParallel, opt: torch.optim.Optimizer) -> None:
+        ddp.register_comm_hook(rumor.ddp_hook_state(bits=bits, optimizer=opt if follows_moments else None), rumor.ddp_hook)
 
     return register
 
 
-def bf16(ddp: DistributedDataParallel) -> None:
+def bf16(ddp: DistributedDataParallel, opt: torch.optim.Optimizer) -> None:
     # DDP recognizes the hook by its name and rejects it without NCCL, but it works with gloo. So wrap it.
     ddp.register_comm_hook(None, lambda group, bucket: bf16_compress_hook(group, bucket))
 
 
-def powersgd(ddp: DistributedDataParallel) -> None:
+def powersgd(ddp: DistributedDataParallel, opt: torch.optim.Optimizer) -> None:
     ddp.register_comm_hook(PowerSGDState(None, POWERSGD_RANK, start_powerSGD_iter=POWERSGD_START), powerSGD_hook)
 
 
-HOOKS: dict[str, Callable[[DistributedDataParallel], object]] = {
+HOOKS: dict[str, Callable[[DistributedDataParallel, torch.optim.Optimizer], object]] = {
     "none": float32,
     "8 bits": coded(8),
     "4 bits": coded(4),
+    "4 bits, optimizer=": coded(4, follows_moments=True),
     "bf16": bf16,
     f"PowerSGD, rank {POWERSGD_RANK}": powersgd,
 }
@@ -74,8 +76,8 @@ def train(hook: str, seed: int, text: Tensor, options: argparse.Namespace) -> tu
     model = GPT().to(text.device)
     one_bucket = {"bucket_cap_mb": 100_000} if hook.startswith("PowerSGD") else {}  # with more it deadlocks on gloo
     ddp = DistributedDataParallel(model, **one_bucket)
-    HOOKS[hook](ddp)
     opt = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.1, betas=(0.9, 0.95))
+    HOOKS[hook](ddp, opt)
     draw = torch.Generator().manual_seed(1_000 * seed + dist.get_rank())
     last, began = last_start(text, model.length), time.perf_counter()
     for step in tqdm(range(options.steps), desc=f"{hook}, seed {seed}", leave=False, disable=None if dist.get_rank() == 0 else True):
@@ -90,20 +92,14 @@ def train(hook: str, seed: int, text: Tensor, options: argparse.Namespace) -> tu
 
 
 def table(rows: list[dict[str, str]]) -> str:
-    """The held-out loss with each hook, its difference to DDP without a hook, and the spread over seeds."""
+    """The mean held-out loss with each hook, and its difference to DDP without a hook, seed by seed, with the 95 % interval of its mean."""
     plain = {row["seed"]: float(row["loss"]) for row in rows if row["hook"] == "none"}
     shown: list[Row] = []
     for hook in dict.fromkeys(row["hook"] for row in rows):
         losses = {row["seed"]: float(row["loss"]) for row in rows if row["hook"] == hook}
         away = [losses[seed] - plain[seed] for seed in losses if seed in plain and hook != "none"]
-        values = list(losses.values())
-        shown.append(
-            {
-                "hook of DDP": hook,
-                "held-out loss": f"{np.mean(values):.4f} ({len(values)} seeds: {min(values):.4f} to {max(values):.4f})",
-                "- DDP's": f"{np.mean(away):+.4f} ({min(away):+.4f} to {max(away):+.4f})" if away else "-",
-            }
-        )
+        cells: Row = {"hook of DDP": hook, "seeds": str(len(losses)), "held-out loss": f"{np.mean(list(losses.values())):.4f}"}
+        shown.append({**cells, "minus DDP's": with_interval(away, 4) if away else "-"})
     return as_text(shown)
 
 

@@ -18,10 +18,12 @@ from tests.problems import N, batches, flat, loss_fn, network
 STEPS = 60
 
 
-def model_in_ddp(bits: int, **options: Any) -> tuple[DistributedDataParallel, rumor.ddp.DDPHookState | None]:
+def model_in_ddp(
+    bits: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[DistributedDataParallel, rumor.ddp.DDPHookState | None]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 300), nn.Tanh(), nn.Linear(300, 90), nn.Tanh(), nn.Linear(90, 3))
-    ddp = DistributedDataParallel(model, **{"bucket_cap_mb": 0.02, **options})  # several buckets
+    ddp = DistributedDataParallel(model.to(dtype), **{"bucket_cap_mb": 0.02, **options})  # several buckets
     state = None
     if bits < 32:
         state = rumor.ddp_hook_state(bits=bits, model=ddp)
@@ -29,10 +31,12 @@ def model_in_ddp(bits: int, **options: Any) -> tuple[DistributedDataParallel, ru
     return ddp, state
 
 
-def trained(rank: int, bits: int, steps: int = STEPS, accumulate: int = 1) -> tuple[Tensor, float, float]:
+def trained(rank: int, bits: int, steps: int = STEPS, accumulate: int = 1, follows_moments: bool = False) -> tuple[Tensor, float, float]:
     """Returns the model, the mean loss over the last ten steps, and the bytes sent per step."""
     ddp, state = model_in_ddp(bits)
     opt = torch.optim.AdamW(ddp.parameters(), lr=3e-3)
+    if state is not None and follows_moments:
+        state._optimizer, state._knows_model = opt, False
     losses = []
     for k, (x, y) in enumerate(zip(*batches(steps), strict=True)):
         loss = loss_fn(ddp, x[rank].float(), y[rank])
@@ -60,10 +64,10 @@ def test_the_hook_waits_no_longer_than_the_group(four: Cluster) -> None:
     assert four.run(timeout_of_the_hook) == [60.0] * N
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_ddp_trains_as_well_with_few_bits(four: Cluster, bits: int) -> None:
+@pytest.mark.parametrize(("bits", "follows_moments"), [(16, False), (8, False), (4, False), (4, True)])
+def test_ddp_trains_as_well_with_few_bits(four: Cluster, bits: int, follows_moments: bool) -> None:
     """With AdamW and clipping, which see the averaged gradient as in plain DDP."""
-    plain, coded = (four.run(trained, b) for b in (32, bits))
+    plain, coded = (four.run(trained, b, STEPS, 1, follows_moments) for b in (32, bits))
     parameters = plain[0][0].numel()
     for model, loss, sent in coded:
         assert torch.equal(model, coded[0][0]), "all ranks take the same step"
@@ -77,18 +81,18 @@ def test_gradients_may_be_accumulated(four: Cluster) -> None:
     assert all(torch.equal(model, found[0][0]) for model, _, _ in found)
 
 
-def errors_of_the_mean(rank: int, bits: int) -> tuple[Tensor, Tensor]:
+def errors_of_the_mean(rank: int, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """With the same gradients over and over, the sum of the averages after 1 and after 50 steps, relative to the exact one."""
-    ddp, _ = model_in_ddp(bits)
+    ddp, _ = model_in_ddp(bits, dtype)
     x, y = (part[0, rank] for part in batches(1))
     total = exact = torch.zeros(1)
     found = []
     for k in range(50):
         ddp.zero_grad()
-        loss_fn(ddp, x.float(), y).backward()
+        loss_fn(ddp, x.to(dtype), y).backward()
         got = torch.cat([p.grad.flatten() for p in ddp.parameters()])
         if k == 0:
-            own = torch.autograd.grad(loss_fn(ddp.module, x.float(), y), list(ddp.module.parameters()))
+            own = torch.autograd.grad(loss_fn(ddp.module, x.to(dtype), y), list(ddp.module.parameters()))
             exact = torch.cat([g.flatten() for g in own])
             dist.all_reduce(exact)
             exact /= N
@@ -97,10 +101,165 @@ def errors_of_the_mean(rank: int, bits: int) -> tuple[Tensor, Tensor]:
     return found[0], found[-1]
 
 
-@pytest.mark.parametrize("bits", [16, 8, 4])
-def test_nothing_of_a_gradient_is_lost(four: Cluster, bits: int) -> None:
-    for first, last in four.run(errors_of_the_mean, bits):
+@pytest.mark.parametrize(("bits", "dtype"), [(16, torch.float32), (8, torch.float32), (4, torch.float32), (4, torch.float64)])
+def test_nothing_of_a_gradient_is_lost(four: Cluster, bits: int, dtype: torch.dtype) -> None:
+    for first, last in four.run(errors_of_the_mean, bits, dtype):
         assert last < first / 20, "what is left out of one average is part of the next"
+
+
+def error_of_small_numbers(rank: int, follows_moments: bool) -> tuple[Tensor, Tensor]:
+    """Every other number of a gradient is ten times smaller. Returns the last gradient, and the relative error of these numbers."""
+    torch.manual_seed(rank)
+    sizes = torch.tensor([1.0, 0.1]).repeat(640)
+    ddp = DistributedDataParallel(nn.Linear(len(sizes), 1, bias=False))
+    weight = ddp.module.weight
+    opt = torch.optim.Adam(ddp.parameters(), lr=1e-3)
+    ddp.register_comm_hook(rumor.ddp_hook_state(bits=4, optimizer=opt if follows_moments else None), rumor.ddp_hook)
+    errors = []
+    for _ in range(20):
+        own = sizes * torch.randn(len(sizes))
+        exact = own.clone()
+        dist.all_reduce(exact)
+        opt.zero_grad()
+        ddp(own).sum().backward()  # its gradient is `own`
+        errors.append(((weight.grad.flatten() * N - exact)[1::2].norm() / exact[1::2].norm()).item())
+        opt.step()
+    return weight.grad, torch.tensor(errors[-10:]).mean()
+
+
+def test_with_an_optimizer_the_error_follows_its_second_moments(four: Cluster) -> None:
+    plain, scaled = (four.run(error_of_small_numbers, follows) for follows in (False, True))
+    for gradient, error in scaled:
+        assert torch.equal(gradient, scaled[0][0]), "all ranks take the same step"
+        assert error < 0.5
+    assert min(error for _, error in plain) > 1.5
+
+
+class Odd(nn.Module):
+    """Parameters of every kind: of one number, not trained, and of two optimizers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(5, 300), nn.Linear(300, 3)
+        self.temperature, self.unused = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.zeros(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.temperature * self.head(self.body(x).tanh())
+
+
+def odd_model(rank: int) -> tuple[Tensor, list[bool], list[int]]:
+    """Trains with an overflow on one rank, and with a state that is saved and loaded. Returns the model, which buckets have scales at the
+    end, and the steps that were skipped.
+    """
+    torch.manual_seed(0)
+    model = Odd()
+    ddp = DistributedDataParallel(model, find_unused_parameters=True, bucket_cap_mb=0.002)
+    adam = torch.optim.Adam([*model.body.parameters(), model.temperature], lr=1e-3)
+    sgd = torch.optim.SGD(model.head.parameters(), lr=0.1)
+    state = rumor.ddp_hook_state(bits=4, model=ddp, optimizer=adam)
+    ddp.register_comm_hook(state, rumor.ddp_hook)
+    skipped = []
+    for k, (x, y) in enumerate(zip(*batches(20), strict=True)):
+        ddp.zero_grad()
+        (loss_fn(ddp, x[rank].float(), y[rank]) * (torch.inf if rank == 2 and k == 5 else 1.0)).backward()
+        if any(p.grad.isnan().any() for p in ddp.parameters() if p.grad is not None):
+            skipped.append(k)
+            continue
+        adam.step()
+        sgd.step()
+        if k == 10:
+            saved = state.state_dict()
+            state.load_state_dict(saved)
+            assert all(torch.equal(state.state_dict()["left_out"][name], left) for name, left in saved["left_out"].items())
+    return flat(ddp), [memory.scales is not None for memory in state._memories.values()], skipped
+
+
+def test_models_of_every_kind_train_with_scales(four: Cluster) -> None:
+    found = four.run(odd_model)
+    for model, have_scales, skipped in found:
+        assert torch.equal(model, found[0][0])
+        assert model.isfinite().all()
+        assert any(have_scales)
+        assert skipped == [5]
+
+
+def largest_gradient(rank: int) -> Tensor:
+    """The mean gradient, of numbers whose squares are too large for float32."""
+    ddp = DistributedDataParallel(nn.Linear(300, 1, bias=False))
+    ddp.register_comm_hook(rumor.ddp_hook_state(bits=8), rumor.ddp_hook)
+    ddp(torch.full((1, 300), 1e30 * (rank + 1))).sum().backward()
+    return flat_gradient(ddp)
+
+
+def flat_gradient(ddp: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None])
+
+
+def test_large_gradients_stay_finite(four: Cluster) -> None:
+    for gradient in four.run(largest_gradient):
+        assert gradient / 1e30 == pytest.approx(torch.full((300,), 2.5), rel=1e-2)
+
+
+def in_two_groups(rank: int) -> Tensor:
+    """The mean gradient of a pair of ranks, whose inputs are 1 and 2, or 3 and 4."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ddp = DistributedDataParallel(nn.Linear(300, 1, bias=False), process_group=pairs[rank // 2])
+    ddp.register_comm_hook(rumor.ddp_hook_state(bits=16, model=ddp), rumor.ddp_hook)
+    ddp(torch.full((1, 300), rank + 1.0)).sum().backward()
+    return flat_gradient(ddp)
+
+
+def test_the_hook_averages_over_the_group_of_its_model(four: Cluster) -> None:
+    for rank, gradient in enumerate(four.run(in_two_groups)):
+        assert torch.equal(gradient, torch.full((300,), 1.5 if rank < 2 else 3.5))
+
+
+def different_moments(rank: int) -> list[str]:
+    """The optimizer's state is loaded on rank 0 alone, or the optimizer is given on rank 0 alone."""
+    found = []
+    for alone in ("state", "optimizer"):
+        ddp = DistributedDataParallel(nn.Linear(30, 20))
+        opt = torch.optim.Adam(ddp.parameters())
+        if alone == "optimizer":
+            with pytest.raises(ValueError, match="ranks disagree on the optimizer of the hook: rank 0 has Adam, rank 1 has none") as error:
+                rumor.ddp_hook_state(optimizer=opt if rank == 0 else None)
+        else:
+            ddp.register_comm_hook(rumor.ddp_hook_state(optimizer=opt), rumor.ddp_hook)
+            for p in ddp.parameters() if rank == 0 else []:
+                opt.state[p] = {"exp_avg_sq": torch.rand(p.shape)}
+            with pytest.raises(RuntimeError, match="second moments of the hook's optimizer differ between ranks") as error:
+                ddp(torch.randn(4, 30)).sum().backward()
+            assert "Unable to cast" not in str(error.value), "DDP shows the error itself"
+        found.append(str(error.value))
+    return found
+
+
+def test_ranks_with_other_second_moments_are_noticed(four: Cluster) -> None:
+    assert all(len(found) == 2 for found in four.run(different_moments))
+
+
+def order_of_buckets(rank: int) -> list[bool]:
+    """Whether second moments are read in the order of DDP's buckets, for strides of every kind."""
+    found = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        conv = nn.Conv2d(3, 5, 2, bias=False).to(memory_format=layout)
+        seen = []
+        ddp = DistributedDataParallel(conv)
+        ddp.register_comm_hook(None, lambda _, bucket, seen=seen: record(bucket, seen))
+        ddp(torch.randn(2, 3, 8, 8)).sum().backward()
+        found.append(torch.equal(rumor.ddp._in_order_of(conv.weight, conv.weight.grad.contiguous()), seen[0]))
+    return found
+
+
+def record(bucket: dist.GradBucket, seen: list[Tensor]) -> torch.futures.Future[Tensor]:
+    seen.append(bucket.buffer().clone())
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def test_scales_are_in_the_order_of_the_gradients(four: Cluster) -> None:
+    assert four.run(order_of_buckets) == [[True, True]] * N
 
 
 def with_overflow(rank: int) -> tuple[bool, bool]:
@@ -151,9 +310,11 @@ def test_what_was_left_out_can_be_saved(four: Cluster) -> None:
 
 def mistakes(rank: int) -> list[str]:
     found = []
-    for bits in (32, 5, True):
+    for bits in (32, 5, True, 4.0):
         with pytest.raises(ValueError, match="bits must be 16, 8 or 4"):
-            rumor.ddp_hook_state(bits=bits)
+            rumor.ddp_hook_state(bits=bits)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="model= must be the model in DDP, got 'net'"):
+        rumor.ddp_hook_state(model="net")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"ranks disagree on the number of bits of the hook: rank 0 has 8, rank 1 has 4") as error:
         rumor.ddp_hook_state(bits=8 if rank == 0 else 4)
     found.append(str(error.value))
@@ -162,6 +323,29 @@ def mistakes(rank: int) -> list[str]:
     with pytest.raises(ValueError, match=r"has 7 numbers of 0.weight, but the model here has 30 numbers"):
         rumor.ddp_hook_state(bits=4, model=network()).load_state_dict({"left_out": {"0.weight": torch.zeros(7)}})
     return found
+
+
+def wrong_optimizers(rank: int) -> list[str]:
+    found = []
+    ddp = DistributedDataParallel(nn.Linear(30, 20))
+    with pytest.raises(ValueError, match=r"optimizer= is for Adam and its like, .* got SGD: leave it out"):
+        rumor.ddp_hook_state(optimizer=torch.optim.SGD(ddp.parameters(), lr=0.1))
+    other = torch.optim.Adam([nn.Parameter(torch.zeros(3))])
+    ddp.register_comm_hook(rumor.ddp_hook_state(optimizer=other), rumor.ddp_hook)
+    ddp(torch.randn(4, 30)).sum().backward()  # shows all buckets
+    with pytest.raises(Exception, match="optimizer= has no parameters of this model") as error:
+        ddp(torch.randn(4, 30)).sum().backward()
+    found.append(str(error.value))
+    ddp = DistributedDataParallel(nn.Linear(30, 20))
+    ddp.register_comm_hook(None, rumor.ddp_hook)
+    with pytest.raises(Exception, match=r"must be what rumor.ddp_hook_state\(bits=4\) returns, got None") as error:
+        ddp(torch.randn(4, 30)).sum().backward()
+    found.append(str(error.value))
+    return found
+
+
+def test_an_optimizer_of_no_use_is_refused(four: Cluster) -> None:
+    assert all(len(found) == 2 for found in four.run(wrong_optimizers))
 
 
 def test_mistakes_are_one_clear_line(four: Cluster) -> None:

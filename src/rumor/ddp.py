@@ -5,6 +5,13 @@
 
 DDP's steps stay as they are, for any optimizer; only the messages are smaller. What the codes leave out of a gradient is added to the next
 one (error feedback), so nothing is lost over time.
+
+Adam divides each number of a gradient by the root of its second moment v. So for Adam, an error counts relative to that root, but the error
+of a code is the same for all numbers of a block. With `optimizer=`, gradients are divided by scales that follow sqrt(v) before they are
+encoded, and multiplied by them afterwards:
+
+    s = sqrt(v / mean of v in the block), at least 0.1             the same on all ranks, since DDP's optimizers are
+    g <- s mean_i Q(g_i / s + left_out_i)
 """
 
 # DDP compares the annotations of a hook with its own types, so they must not be strings: no `from __future__ import annotations` here
@@ -16,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rumor.engines.codes import CODES
+from rumor.engines.codes import CODES, as_blocks
 from rumor.engines.engine import Buffer, accumulator
 from rumor.engines.processes import handshake
 from rumor.engines.processes.alarm import Alarm, DeviceAlarm
@@ -27,19 +34,61 @@ from rumor.metrics import Metrics
 from rumor.version import VERSION
 
 DOING = "averaging gradients"
+DIFFERENT = (
+    "the second moments of the hook's optimizer differ between ranks, but all ranks of DDP must have the same: load the optimizer's state "
+    "on every rank, or on none; leave optimizer= out if ranks don't all take every step (DDP's join())"
+)
+SAME = 1e-6  # relative difference of checksums: ranks of different hardware may round differently
+LEAST_SCALE = 0.1  # beside the root mean square of a block: numbers whose second moment was zero may become large again
+REFRESHED = 16  # rounds until scales are taken from the optimizer anew; in the beginning more often: after 1, 2, 4 and 8
 AT_ONCE = 3  # buckets: while one waits for its mean, another waits for its codes, and a third is encoded
 
 
 class _Memory:
-    """What belongs to one bucket of DDP: what codes have left out of its gradients so far, and the memory for its messages."""
+    """What belongs to one bucket of DDP: what codes have left out of its gradients so far, its scales, and the memory for its messages.
+
+    Attributes:
+        scales: what gradients are divided by before they are encoded, or None. `left_out` is divided by them, too.
+        checksum: of the scales, to notice ranks with others.
+    """
 
     def __init__(self, transport: Transport, bucket: GradBucket, bits: int):
         gradient = bucket.buffer()
         from_host = transport.sends_from_host and gradient.is_cuda
         device = transport.device if transport.sends_from_host else gradient.device
         self.left_out = torch.zeros_like(gradient, dtype=accumulator(gradient.dtype))
-        self.parts = dict(zip(map(id, bucket.parameters()), _parts(self.left_out, bucket.parameters()), strict=True))
+        self.scales: Tensor | None = None
+        self.checksum = 0.0
         self.shares = Shares(transport, [len(gradient)], bits, from_host, device)
+        self._parameters, self._rounds = bucket.parameters(), 0
+
+    def parts(self) -> dict[int, Tensor]:
+        """Return what was left out of each parameter's gradients, by its id."""
+        left_out = self.left_out if self.scales is None else self.left_out * self.scales
+        return dict(zip(map(id, self._parameters), _parts(left_out, self._parameters), strict=True))
+
+    def take_over(self, parts: dict[int, Tensor]) -> None:
+        """Begin with what was left out before."""
+        for parameter, part in zip(self._parameters, _parts(self.left_out, self._parameters), strict=True):
+            if (before := parts.get(id(parameter))) is not None:
+                part.copy_(before)
+
+    def refresh_scales(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count a round, and take the scales from the optimizer's second moments at times. All ranks do so in the same rounds."""
+        self._rounds += 1
+        is_due = self._rounds % REFRESHED == 0 or self._rounds in (1, 2, 4, 8)
+        if optimizer is None or not is_due:
+            return
+        found = [_second_moment(optimizer, p) for p in self._parameters]
+        known = [squares for squares in found if squares is not None]
+        if not known:  # before the first step
+            return
+        usual = torch.cat(known).mean()  # for parameters that are not trained, or that another optimizer trains
+        squares = [usual.expand(p.numel()) if v is None else v for p, v in zip(self._parameters, found, strict=True)]
+        scales = scales_of(torch.cat(squares)).to(self.left_out)
+        self.left_out.mul_(scales.reciprocal() if self.scales is None else self.scales / scales)
+        weights = torch.linspace(1, 2, len(scales), dtype=torch.float64, device=scales.device)
+        self.scales, self.checksum = scales, float((scales * weights).mean())
 
 
 class _OfThread(threading.local):
@@ -56,20 +105,33 @@ class DDPHookState:
         metrics: counts the bytes that this rank has sent.
     """
 
-    def __init__(self, bits: int, group: Group | None, model: nn.Module | None):
-        if bits not in CODES or isinstance(bits, bool):
+    def __init__(self, bits: int, group: Group | None, model: nn.Module | None, optimizer: torch.optim.Optimizer | None):
+        if type(bits) is not int or bits not in CODES:
             raise ValueError(f"bits must be 16, 8 or 4, got bits={bits!r}: for 32, leave the hook out")
-        self.bits, self.metrics, self._model = bits, Metrics(), model
+        if optimizer is not None and "betas" not in getattr(optimizer, "defaults", {}):
+            kind = type(optimizer).__name__
+            raise ValueError(f"optimizer= is for Adam and its like, which keep second moments (exp_avg_sq), got {kind}: leave it out")
+        self.bits, self.metrics, self._model, self._optimizer = bits, Metrics(), model, optimizer
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"model= must be the model in DDP, got {model!r}")
+        if group is None:
+            group = getattr(model, "process_group", None)
         self._transport = Transport(group_like(group), self.metrics)
-        handshake.agree(self._transport, {"number of bits of the hook": str(bits), "version of rumor": VERSION})
+        kind = "none" if optimizer is None else type(optimizer).__name__
+        handshake.agree(
+            self._transport, {"number of bits of the hook": str(bits), "optimizer of the hook": kind, "version of rumor": VERSION}
+        )
         self._memories: dict[tuple[int, ...], _Memory] = {}
-        self._loaded: dict[int, Tensor] = {}  # by the id of a parameter
+        self._waiting: dict[int, Tensor] = {}  # what was left out of parameters whose bucket is not there yet, by their ids
+        self._knows_model = optimizer is None
         self._of_thread = _OfThread()
         self._threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="rumor-ddp")
         self._rounds = 0
 
     def average(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Start to average the gradients of a bucket."""
+        if not self._knows_model and self._rounds > 0 and bucket.index() == 0:  # the first backward pass has shown all buckets
+            raise ValueError("optimizer= has no parameters of this model: give ddp_hook_state() the optimizer that trains it")
         memory, k = self._memory_of(bucket), self._rounds
         self._rounds += 1
         self.metrics.bytes_sent += memory.shares.bytes_sent
@@ -86,41 +148,50 @@ class DDPHookState:
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
         self._threads.submit(run)
-        return future
+        return future.then(lambda done: done.value())  # DDP would try to cast an exception of `future` itself to a tensor
 
     @torch.no_grad()
     def _averaged(self, gradient: Tensor, memory: _Memory, k: int) -> Tensor:
         """Average a gradient in place. If one is not finite on some rank, all get NaN, so that GradScaler skips the step everywhere."""
-        is_bad = ~torch.linalg.vector_norm(gradient, dtype=torch.float32).isfinite()
+        memory.refresh_scales(self._optimizer)
+        is_bad = ~torch.linalg.vector_norm(gradient, torch.inf).isfinite()  # the largest number: a sum of squares may overflow
         own = torch.where(is_bad, 0.0, gradient) if bool(is_bad) else gradient
-        flag = is_bad.to(torch.float64).reshape(1)
+        if memory.scales is not None:
+            own = own / memory.scales
+        checksums = torch.tensor([memory.checksum, memory.checksum**2], dtype=torch.float64, device=gradient.device)
+        scalars = torch.cat([is_bad.to(torch.float64).reshape(1), checksums])
         transport = self._transport
         alarm = Alarm(transport.n) if transport.sends_from_host else DeviceAlarm(transport.n, transport.device)
-        total = CodedMean(transport, alarm, memory.shares, [Buffer(own)], [memory.left_out], k, DOING, flag, self._of_thread.scratch)
+        total = CodedMean(transport, alarm, memory.shares, [Buffer(own)], [memory.left_out], k, DOING, scalars, self._of_thread.scratch)
         total.post()
-        if float(total.arrive()) > 0:
+        bad_ranks, mean, mean_of_squares = total.arrive().tolist()
+        if bad_ranks > 0:
             memory.left_out.zero_()
             return gradient.fill_(torch.nan)
-        return gradient.copy_(total.mean(0))
+        if mean_of_squares - mean**2 > (SAME * mean) ** 2 + 1e-15:  # the variance, so that all ranks decide alike
+            raise RuntimeError(DIFFERENT)
+        if memory.scales is None:
+            return gradient.copy_(total.mean(0))
+        return torch.mul(total.mean(0), memory.scales, out=gradient)
 
     def _memory_of(self, bucket: GradBucket) -> _Memory:
         """Return the memory of a bucket. After the first backward pass, DDP forms other buckets, which take over what was left out."""
         key = tuple(map(id, bucket.parameters()))
         if key not in self._memories:
-            memory = _Memory(self._transport, bucket, self.bits)
-            kept = {one: part for old in self._memories.values() for one, part in old.parts.items()}
-            for one, part in memory.parts.items():
-                if (before := self._loaded.pop(one, kept.get(one))) is not None:
-                    part.copy_(before)
-            self._memories = {k: old for k, old in self._memories.items() if not set(k) & set(key)}
-            self._memories[key] = memory
+            for old in [other for other in self._memories if set(other) & set(key)]:
+                self._waiting |= self._memories.pop(old).parts()
+            self._memories[key] = memory = _Memory(self._transport, bucket, self.bits)
+            memory.take_over({one: self._waiting.pop(one) for one in key if one in self._waiting})
+            if self._optimizer is not None:
+                trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
+                self._knows_model = self._knows_model or not trained.isdisjoint(key)
         return self._memories[key]
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was left out so far, by the name of the parameter. Each rank has its own."""
-        parts = {one: part for memory in self._memories.values() for one, part in memory.parts.items()}
+        parts = {one: part for memory in self._memories.values() for one, part in memory.parts().items()} | self._waiting
         named = self._named_parameters("state_dict()")
         return {"bits": self.bits, "left_out": {name: parts[id(p)].clone() for name, p in named.items() if id(p) in parts}}
 
@@ -132,7 +203,7 @@ class DDPHookState:
                 there = "no such parameter" if name not in named else f"{named[name].numel()} numbers"
                 raise ValueError(f"this state has {saved.numel()} numbers of {name}, but the model here has {there}")
         self._memories.clear()
-        self._loaded = {id(named[name]): saved for name, saved in state["left_out"].items()}
+        self._waiting = {id(named[name]): saved for name, saved in state["left_out"].items()}
 
     def _named_parameters(self, what: str) -> dict[str, nn.Parameter]:
         if self._model is None:
@@ -140,15 +211,19 @@ class DDPHookState:
         return dict(self._model.named_parameters())
 
 
-def ddp_hook_state(bits: int = 4, *, group: Any = None, model: nn.Module | None = None) -> DDPHookState:
+def ddp_hook_state(
+    bits: int = 4, *, group: Any = None, model: nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> DDPHookState:
     """Return the state of `ddp_hook`. A collective: call it on every rank.
 
     Args:
         bits: 16, 8 or 4, for each number of a gradient.
-        group: the group that DDP averages over; the default group if None.
-        model: the model, if you want to save what was left out with `state_dict()`.
+        group: the group that DDP averages over. If None, that of `model`, if it is given, else the default group.
+        model: the model in DDP. Give it if you want to save what was left out with `state_dict()`.
+        optimizer: Adam, AdamW or another optimizer with second moments (`exp_avg_sq`), on every rank. The errors of codes then follow these
+            moments. It takes one more copy of the gradients in memory.
     """
-    return DDPHookState(bits, group, model)
+    return DDPHookState(bits, group, model, optimizer)
 
 
 def ddp_hook(state: DDPHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -156,7 +231,38 @@ def ddp_hook(state: DDPHookState, bucket: GradBucket) -> torch.futures.Future[Te
 
     Use it as `ddp.register_comm_hook(rumor.ddp_hook_state(bits=4), rumor.ddp_hook)`.
     """
+    if not isinstance(state, DDPHookState):
+        raise TypeError(f"the state of rumor.ddp_hook must be what rumor.ddp_hook_state(bits=4) returns, got {state!r}")
     return state.average(bucket)
+
+
+def scales_of(squares: Tensor) -> Tensor:
+    """Return the scales of numbers with these mean squares [d]: their roots beside those of their block, and at least LEAST_SCALE.
+
+    >>> scales_of(torch.cat([torch.full((128,), 1.8), torch.full((128,), 0.2)]))[[0, -1]]
+    tensor([1.3416, 0.4472])
+    """
+    blocks = as_blocks(squares)
+    means = blocks.mean(dim=1, keepdim=True)
+    scales = (blocks / means).sqrt_().clamp_(min=LEAST_SCALE)
+    return torch.where((means > 0) & means.isfinite(), scales, 1.0).view(-1)[: squares.numel()]
+
+
+def _second_moment(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+    """Return a parameter's second moment in the order of DDP's buckets; None if the optimizer has no state for it."""
+    state = optimizer.state.get(parameter, {})
+    if state and "exp_avg_sq" not in state:
+        kind, kept = type(optimizer).__name__, ", ".join(state)
+        raise ValueError(
+            f"optimizer= is for Adam and its like, which keep second moments (exp_avg_sq), but {kind} keeps {kept}: leave it out"
+        )
+    return _in_order_of(parameter, state["exp_avg_sq"]) if state else None
+
+
+def _in_order_of(parameter: Tensor, state: Tensor) -> Tensor:
+    """Return the numbers of an optimizer's state in the order in which DDP's buckets hold the parameter's gradient: that in memory."""
+    strides = parameter.stride()
+    return state.permute(sorted(range(len(strides)), key=lambda i: -strides[i])).reshape(-1)
 
 
 def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
