@@ -22,6 +22,10 @@ LIBRARIES = {  # modules to preload for the tests of an integration; test_docs.p
     "huggingface": ["rumor.integrations.huggingface", "accelerate", "transformers.models.gpt2.modeling_gpt2"],
 }
 N, BATCH, BATCHES = 4, 3, 7  # nodes; samples in a batch; batches of each node in an epoch
+AVERAGED_STATES = {  # what docs/beyond.md recommends, whose period changes at step 6; and state that is under way when a run is saved
+    "global": rumor.gossip_pga(rumor.one_peer_exponential, H=rumor.LearningRate(3, 24, power=0.3), bits=4),
+    "always": rumor.gossip_pga(rumor.ring, H=3, delay=1),
+}
 
 
 def dataset() -> tuple[Tensor, Tensor]:
@@ -50,11 +54,12 @@ def by_hand(
     accumulate: int = 1,
     autocast: Callable[[], Any] = nullcontext,
     decay: float = 0.9,
+    average_state: Any = None,
 ) -> dict[str, Any]:
     """Run the plain loop that an integration replaces, and return the parameters after each optimizer step and at the end."""
     model = network()
-    averager = rumor.Averager(model, algorithm)
     opt, scheduler = optimizer(model, decay)
+    averager = rumor.Averager(model, algorithm, optimizer=opt, average_state=average_state)
     seen: list[Tensor] = []
     losses: list[Tensor] = []
     for batches in epochs:

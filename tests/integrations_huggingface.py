@@ -21,7 +21,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import rumor
 from rumor.integrations.huggingface import RumorCallback, RumorTrainer, without_ddp
-from tests.integrations import BATCH, N, by_hand, counts, dataset, flat, network, optimizer
+from tests.integrations import AVERAGED_STATES, BATCH, N, by_hand, counts, dataset, flat, network, optimizer
 
 RING = rumor.ring(N)
 PGA, AGA = rumor.gossip_pga(RING, H=3), rumor.gossip_aga(RING, warmup=2, H_init=2)
@@ -69,11 +69,13 @@ class Notes(TrainerCallback):
         self.seen.append(flat(kwargs["model"]))
 
 
-def trained(algorithm: Any, folder: Path, seed: int = 0, of: int = 7, resume: Path | None = None, **options: Any) -> dict[str, Any]:
+def trained(
+    algorithm: Any, folder: Path, seed: int = 0, of: int = 7, resume: Path | None = None, average_state: Any = None, **options: Any
+) -> dict[str, Any]:
     quiet = {"use_cpu": True, "report_to": "none", "disable_tqdm": True, "logging_strategy": "no", "save_strategy": "no"}
     plain = {"per_device_train_batch_size": BATCH, "max_grad_norm": 0.0, "train_sampling_strategy": "sequential", "num_train_epochs": 1}
     arguments = TrainingArguments(output_dir=str(folder), **{**quiet, **plain, **options})
-    model, notes, callback = Model(seed), Notes(), RumorCallback(algorithm)
+    model, notes, callback = Model(seed), Notes(), RumorCallback(algorithm, average_state=average_state)
     opt_and_scheduler = optimizer(model.net)
     samples = Samples(of)
     trainer = RumorTrainer(
@@ -84,11 +86,11 @@ def trained(algorithm: Any, folder: Path, seed: int = 0, of: int = 7, resume: Pa
     return {"seen": torch.stack(notes.seen), "end": flat(model), "counts": counts(callback.averager), "evaluated": model.evaluated}
 
 
-def resumed(folder: Path) -> dict[str, Any]:
+def resumed(folder: Path, algorithm: Any = DELAYED, step: int = 10, **options: Any) -> dict[str, Any]:
     """Two epochs at once, with a checkpoint after step 10; then from there on, in a new Trainer with another model to begin with."""
-    options = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 10, "eval_strategy": "steps", "eval_steps": 10}
-    whole = trained(DELAYED, folder, **options)
-    return {"whole": whole, "rest": trained(DELAYED, folder, seed=5, resume=folder / "checkpoint-10", **options)}
+    options |= {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": step, "eval_strategy": "steps", "eval_steps": step}
+    whole = trained(algorithm, folder, **options)
+    return {"whole": whole, "rest": trained(algorithm, folder, seed=5, resume=folder / f"checkpoint-{step}", **options)}
 
 
 def refused(folder: Path) -> dict[str, str]:
@@ -105,6 +107,7 @@ def refused(folder: Path) -> dict[str, str]:
         "no callback": lambda: RumorTrainer(Model(), arguments, train_dataset=Samples(7)).train(),
         "lost": lambda: trained(DELAYED, folder, resume=lost, num_train_epochs=2),
         "cut": lambda: trained(DELAYED, folder, resume=folder / "cut" / "checkpoint-10", num_train_epochs=2),
+        "NAdam": lambda: refused_optimizer(arguments),
         "prepare": lambda: rumor.Averager(Accelerator(cpu=True).prepare(network()), PGA),
     }.items():
         try:
@@ -114,13 +117,20 @@ def refused(folder: Path) -> dict[str, str]:
     return said
 
 
-def accelerated() -> dict[str, Any]:
+def refused_optimizer(arguments: TrainingArguments) -> None:
+    model = Model()
+    optimizers = torch.optim.NAdam(model.parameters()), None
+    callback = RumorCallback(PGA, average_state="global")
+    RumorTrainer(model, arguments, train_dataset=Samples(7), optimizers=optimizers, callbacks=[callback]).train()
+
+
+def accelerated(algorithm: Any, average_state: Any = None) -> dict[str, Any]:
     """A loop of Accelerate's, with accumulation."""
     accelerator = without_ddp(Accelerator(cpu=True, gradient_accumulation_steps=3))
     model = network()
     opt, _ = optimizer(model)
     model, opt, loader = accelerator.prepare(model, opt, DataLoader(Samples(6), BATCH))
-    averager = rumor.Averager(model, AGA)
+    averager = rumor.Averager(model, algorithm, optimizer=opt.optimizer, average_state=average_state)
     seen, losses = [], []
     for _ in range(4):
         for batch in loader:
@@ -153,8 +163,15 @@ def main(folder: Path) -> None:
             "slowmo": by_hand(SLOWMO, [batches(7)]),
             "resumed": by_hand(DELAYED, [batches(7)] * 2),
             "accelerated": by_hand(AGA, [batches(6)] * 4, accumulate=3, decay=1.0),
+            "accelerated state": by_hand(AVERAGED_STATES["global"], [batches(6)] * 4, accumulate=3, decay=1.0, average_state="global"),
+        }
+        | {f"state {mode}": by_hand(method, [batches(7)] * 2, average_state=mode) for mode, method in AVERAGED_STATES.items()},
+        **{
+            f"state {mode}": resumed(folder / mode, method, step=8, average_state=mode)  # in the middle of a period
+            for mode, method in AVERAGED_STATES.items()
         },
-        "accelerated": accelerated(),
+        "accelerated": accelerated(AGA),
+        "accelerated state": accelerated(AVERAGED_STATES["global"], "global"),
         "refused": refused(folder),
     }
     torch.save(seen, folder / f"{dist.get_rank()}.pt")

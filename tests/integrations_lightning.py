@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rumor
 from rumor.integrations.lightning import RumorCallback, RumorStrategy
-from tests.integrations import BATCH, BATCHES, N, by_hand, counts, dataset, flat, network, optimizer
+from tests.integrations import AVERAGED_STATES, BATCH, BATCHES, N, by_hand, counts, dataset, flat, network, optimizer
 
 RING = rumor.ring(N)
 PGA, AGA = rumor.gossip_pga(RING, H=3), rumor.gossip_aga(RING, warmup=2, H_init=2)
@@ -75,8 +75,9 @@ def batches(epoch: int) -> list[tuple[Tensor, Tensor]]:
     return [(x[some], y[some]) for some in mine]
 
 
-def fitted(algorithm: Any, folder: Path, **options: Any) -> dict[str, Any]:
-    module, callback = Module(seed=dist.get_rank() if dist.is_initialized() else 0), RumorCallback(algorithm)
+def fitted(algorithm: Any, folder: Path, average_state: Any = None, **options: Any) -> dict[str, Any]:
+    module = Module(seed=dist.get_rank() if dist.is_initialized() else 0)
+    callback = RumorCallback(algorithm, average_state=average_state)
     trainer(folder, callback, **options).fit(module, loader())
     return {"seen": torch.stack(module.seen), "end": flat(module), "counts": counts(callback.averager)}
 
@@ -102,14 +103,14 @@ def logged(folder: Path) -> list[dict[str, float]]:
     return [*noted.metrics, {f"rumor/{name}": value for name, value in callback.averager.metrics.scalars().items()}]
 
 
-def resumed(folder: Path) -> dict[str, Any]:
+def resumed(folder: Path, algorithm: Any = DELAYED, name: str = "stop", average_state: Any = None) -> dict[str, Any]:
     """Two epochs at once, and the same in two fits with a checkpoint between them: in the middle of a period, a message under way."""
-    whole = fitted(DELAYED, folder, max_epochs=2)
-    first, callback = Module(seed=0), RumorCallback(DELAYED)
-    saver = ModelCheckpoint(folder, filename="stop")
+    whole = fitted(algorithm, folder, average_state, max_epochs=2)
+    first, callback = Module(seed=0), RumorCallback(algorithm, average_state=average_state)
+    saver = ModelCheckpoint(folder, filename=name)
     trainer(folder, callback, callbacks=[callback, saver], enable_checkpointing=True).fit(first, loader(), loader())
-    rest, callback = Module(seed=5), RumorCallback(DELAYED)
-    trainer(folder, callback, max_epochs=2).fit(rest, loader(), ckpt_path=folder / "stop.ckpt")
+    rest, callback = Module(seed=5), RumorCallback(algorithm, average_state=average_state)
+    trainer(folder, callback, max_epochs=2).fit(rest, loader(), ckpt_path=folder / f"{name}.ckpt")
     return {
         "whole": whole,
         "stopped": first.seen[-1],
@@ -159,9 +160,26 @@ def weights(folder: Path) -> None:
     trainer(folder, callback, callbacks=[callback, saver], enable_checkpointing=True).fit(Module(seed=0), loader())
 
 
-def refused(folder: Path, ckpt_path: Path | None = None, algorithm: Any = PGA, **options: Any) -> str:
+class TwoOptimizers(Module):
+    def __init__(self, seed: int):
+        super().__init__(seed)
+        self.automatic_optimization = False  # Lightning asks for this if there are several
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in (self.net[0], self.net[2])]
+
+
+def refused(
+    folder: Path,
+    ckpt_path: Path | None = None,
+    algorithm: Any = PGA,
+    module: type[Module] = Module,
+    average_state: Any = None,
+    **options: Any,
+) -> str:
+    callback = RumorCallback(algorithm, average_state=average_state)
     try:
-        trainer(folder, RumorCallback(algorithm), **options).fit(Module(seed=0), loader(), ckpt_path=ckpt_path)
+        trainer(folder, callback, **options).fit(module(seed=0), loader(), ckpt_path=ckpt_path)
     except ValueError as error:
         return str(error)
     return "it was not refused"
@@ -180,6 +198,8 @@ def refusals(folder: Path) -> dict[str, str]:
         "three nodes": refused(folder, folder / "three.ckpt"),
         "old": refused(folder, folder / "old.ckpt", DELAYED, max_epochs=2),
         "no nodes": refused(folder, folder / "foreign.ckpt"),
+        "no averaged state": refused(folder, folder / "stop.ckpt", DELAYED, average_state="global", max_epochs=2),
+        "two optimizers": refused(folder, module=TwoOptimizers, average_state="global"),
         "two callbacks": refused(folder, callbacks=[RumorCallback(PGA), RumorCallback(PGA)]),
         "one device": refused(folder, strategy="single_device", devices=1),
     }
@@ -203,8 +223,10 @@ def main(folder: Path) -> None:
             "bf16": by_hand(PGA, epochs[:1], autocast=lambda: torch.autocast("cpu", torch.bfloat16)),
             "slowmo": by_hand(SLOWMO, epochs[:1]),
             "resumed": by_hand(DELAYED, epochs[:2]),
-        },
+        }
+        | {f"state {mode}": by_hand(method, epochs[:2], average_state=mode) for mode, method in AVERAGED_STATES.items()},
         "resumed": resumed(folder),
+        **{f"state {mode}": resumed(folder, method, f"state-{mode}", mode) for mode, method in AVERAGED_STATES.items()},
         "with dropout": resumed_with_dropout(folder),
         "from the mean": resumed_from_the_mean(folder),
         "logged": logged(folder),

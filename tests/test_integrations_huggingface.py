@@ -22,7 +22,7 @@ def ranks(folder: Path) -> Ranks:
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(4)]
 
 
-@pytest.mark.parametrize("name", ["plain", "accumulated", "bf16", "slowmo", "accelerated"])
+@pytest.mark.parametrize("name", ["plain", "accumulated", "bf16", "slowmo", "accelerated", "accelerated state"])
 def test_a_run_is_the_loop_written_by_hand(ranks: Ranks, name: str) -> None:
     for rank in ranks:
         run, loop = rank[name], rank["by hand"][name]
@@ -37,13 +37,23 @@ def test_the_loss_reaches_gossip_aga(ranks: Ranks, name: str) -> None:
     assert ranks[0][name]["counts"]["H"] != 2, "H is still H_init"
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(ranks: Ranks) -> None:
+@pytest.mark.parametrize(("name", "step"), [("resumed", 10), ("state global", 8), ("state always", 8)])
+def test_a_resumed_run_is_the_uninterrupted_one(ranks: Ranks, name: str, step: int) -> None:
     for rank in ranks:
-        whole, rest = rank["resumed"]["whole"], rank["resumed"]["rest"]
-        assert torch.equal(whole["seen"], rank["by hand"]["resumed"]["seen"])
-        assert torch.equal(rest["seen"], whole["seen"][10:])
+        whole, rest = rank[name]["whole"], rank[name]["rest"]
+        assert torch.equal(whole["seen"], rank["by hand"][name]["seen"])
+        assert torch.equal(rest["seen"], whole["seen"][step:])
         assert torch.equal(rest["end"], whole["end"])
         assert rest["counts"]["rounds"] == whole["counts"]["rounds"]
+
+
+def test_a_run_averages_the_state_of_the_optimizer(ranks: Ranks) -> None:
+    for rank in ranks:
+        for name in ("state global", "state always"):
+            assert torch.equal(rank[name]["whole"]["end"], rank["by hand"][name]["end"])
+            assert rank[name]["whole"]["counts"]["rounds"] == rank["by hand"][name]["counts"]["rounds"]
+        assert rank["state global"]["whole"]["counts"]["H"] > 3, "the period has followed the learning rate"
+        assert not torch.equal(rank["state always"]["whole"]["seen"], rank["resumed"]["whole"]["seen"]), "the same method without state"
 
 
 def test_evaluation_and_checkpoints_are_of_the_mean_model(ranks: Ranks, folder: Path) -> None:
@@ -63,6 +73,7 @@ def test_evaluation_and_checkpoints_are_of_the_mean_model(ranks: Ranks, folder: 
         ("no callback", r"this Trainer has 0 RumorCallbacks.*: pass callbacks=\[RumorCallback\(algorithm\)\]"),
         ("lost", r"not rumor_\d.pt, which this rank needs to resume: .*resume_from_mean=True"),
         ("cut", r"rumor_2.pt is cut short or damaged, so it can't be loaded: go back to an earlier checkpoint"),
+        ("NAdam", r"average_state does not know mu_product of NAdam"),  # not of Accelerate's wrapper
         ("prepare", r"already in DistributedDataParallel over ranks \[0, 1, 2, 3\].*: take it out"),
     ],
 )

@@ -66,13 +66,24 @@ def test_all_nodes_end_with_the_same_model(ranks: Ranks) -> None:
     assert all(torch.equal(rank["plain"]["end"], ranks[0]["plain"]["end"]) for rank in ranks)
 
 
-def test_a_resumed_fit_is_the_uninterrupted_one(ranks: Ranks) -> None:
+@pytest.mark.parametrize("name", ["resumed", "state global", "state always"])
+def test_a_resumed_fit_is_the_uninterrupted_one(ranks: Ranks, name: str) -> None:
     for rank in ranks:
-        whole, rest = rank["resumed"]["whole"], rank["resumed"]["rest"]
-        assert torch.equal(whole["seen"], rank["by hand"]["resumed"]["seen"])
+        whole, rest = rank[name]["whole"], rank[name]["rest"]
+        assert torch.equal(whole["seen"], rank["by hand"][name]["seen"])
         assert torch.equal(rest["seen"], whole["seen"][BATCHES:])
         assert torch.equal(rest["end"], whole["end"])
         assert rest["counts"]["rounds"] == whole["counts"]["rounds"]  # bytes differ by those of validating and saving the mean
+
+
+def test_a_fit_averages_the_state_of_the_optimizer(ranks: Ranks) -> None:
+    for rank in ranks:
+        for name in ("state global", "state always"):
+            whole, loop = rank[name]["whole"], rank["by hand"][name]
+            assert torch.equal(whole["end"], loop["end"])
+            assert whole["counts"] == loop["counts"]
+        assert rank["state global"]["whole"]["counts"]["H"] > 3, "the period has followed the learning rate"
+        assert not torch.equal(rank["state always"]["whole"]["seen"], rank["resumed"]["whole"]["seen"]), "the same method without state"
 
 
 def test_a_resumed_fit_draws_the_random_numbers_of_the_uninterrupted_one(ranks: Ranks) -> None:
@@ -111,6 +122,8 @@ def test_without_the_nodes_all_start_from_the_mean_model(ranks: Ranks, folder: P
     [
         ("one device", r"strategy is SingleDeviceStrategy: use devices=N or torchrun with strategy='ddp'"),
         ("two callbacks", r"this Trainer has 2 RumorCallbacks.*: pass only one"),
+        ("two optimizers", r"average_state='global' averages the state of one optimizer, but .* returned 2: return one"),
+        ("no averaged state", r"this state is of a run with average_state=None, but here it is 'global'"),
         ("sync_batchnorm", r"sync_batchnorm=True makes all nodes wait .*: leave it out"),
         ("three nodes", r"has 3 nodes, but this run has 4: .*RumorCallback\(..., save_nodes=False\)"),
         ("no nodes", r"has no states of nodes: .*RumorCallback\(..., save_nodes=False\)"),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 try:
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 except ModuleNotFoundError as error:
@@ -27,6 +28,7 @@ from rumor.averager import Averager
 from rumor.checkpoint.checkpoint import by_all
 from rumor.checkpoint.files import load_tensors, replacing
 from rumor.methods import Algorithm
+from rumor.model.optimizer_state import AverageState
 
 
 def without_ddp(accelerator: Accelerator) -> Accelerator:
@@ -44,14 +46,15 @@ class RumorCallback(TrainerCallback):
         algorithm: a method such as `rumor.gossip_pga(...)`, with one node for each process.
         resume_from_mean: if True, train(resume_from_checkpoint=...) starts all ranks from the mean model with a new averager; use it if
             the number of ranks has changed. If False, each rank continues from its own model, optimizer and averager.
+        average_state: "global" or "always" also averages the state of the Trainer's optimizer, as in `rumor.Averager`.
     """
 
-    def __init__(self, algorithm: Algorithm, *, resume_from_mean: bool = False):
+    def __init__(self, algorithm: Algorithm, *, resume_from_mean: bool = False, average_state: AverageState | None = None):
         self.averager: Averager | None = None
         self.loss: Tensor | None = None  # sum over the batches since the last optimizer step; WithRumor adds to it
         self.checkpoint: Path | None = None  # the checkpoint to resume from; WithRumor sets it
         self.has_host = False
-        self._algorithm, self._resume_from_mean = algorithm, resume_from_mean
+        self._algorithm, self._resume_from_mean, self._average_state = algorithm, resume_from_mean, average_state
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not self.has_host:
@@ -59,7 +62,8 @@ class RumorCallback(TrainerCallback):
                 "this Trainer wraps the model in DistributedDataParallel, which averages gradients at every step, so a RumorCallback can't "
                 "work in it: use rumor.integrations.huggingface.RumorTrainer, or `class MyTrainer(WithRumor, ...)` for your own Trainer"
             )
-        self.averager = Averager(kwargs["model"], self._algorithm)
+        optimizer = None if self._average_state is None else _without_wrapper(kwargs["optimizer"])
+        self.averager = Averager(kwargs["model"], self._algorithm, optimizer=optimizer, average_state=self._average_state)
         if args.world_size != self.averager.engine.n:
             raise ValueError(
                 f"there are {self.averager.engine.n} processes, but Accelerate sees {args.world_size}, so each one would train on all of "
@@ -163,6 +167,11 @@ class WithRumor:
 
 class RumorTrainer(WithRumor, Trainer):
     """transformers' Trainer where each process trains its own model; see RumorCallback."""
+
+
+def _without_wrapper(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Returns torch's optimizer. step() of Accelerate's wrapper may do nothing, or update GradScaler, when the state is created."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _read(path: Path) -> dict[str, Any]:

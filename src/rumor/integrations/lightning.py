@@ -20,6 +20,7 @@ except ModuleNotFoundError as error:
 from rumor.averager import Averager
 from rumor.checkpoint.random_numbers import random_state, restore_random
 from rumor.methods import Algorithm
+from rumor.model.optimizer_state import AverageState
 
 KEY = "rumor"  # the entry of a checkpoint with the nodes' own states
 
@@ -55,13 +56,15 @@ class RumorCallback(Callback):
             run that is resumed after a whole epoch is then bitwise equal to one that was not interrupted. If False, checkpoints hold the
             mean model and rank 0's optimizer, and are as small as DDP's. A resumed run then starts all nodes from these, with a new
             averager.
+        average_state: "global" or "always" also averages the state of the module's optimizer, as in `rumor.Averager`. The module must have
+            only one optimizer then.
 
     Attributes:
         averager: the `rumor.Averager`; None before the first fit.
     """
 
-    def __init__(self, algorithm: Algorithm, save_nodes: bool = True):
-        self.algorithm, self.save_nodes = algorithm, save_nodes
+    def __init__(self, algorithm: Algorithm, save_nodes: bool = True, *, average_state: AverageState | None = None):
+        self.algorithm, self.save_nodes, self.average_state = algorithm, save_nodes, average_state
         self.averager: Averager | None = None
         self._loaded: dict[str, Any] | None = None  # this node's part of the checkpoint to resume from
         self._random: dict[str, Any] | None = None  # its random state, to be restored just before training: setup draws random numbers
@@ -94,8 +97,10 @@ class RumorCallback(Callback):
             strategy.__class__ = RumorStrategy
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Builds the averager. The module is on its device and holds the checkpoint's mean model; the optimizers are loaded later."""
-        self.averager, self._random = Averager(pl_module, self.algorithm), None
+        """Builds the averager. The module holds the checkpoint's mean model, on its device. The optimizers are there, but loaded later."""
+        optimizer = None if self.average_state is None else self._only_optimizer(trainer)
+        self.averager = Averager(pl_module, self.algorithm, optimizer=optimizer, average_state=self.average_state)
+        self._random = None
         self._strategy(trainer).averager = self.averager
         if self._loaded is not None:
             pl_module.load_state_dict(self._loaded["state_dict"], strict=pl_module.strict_loading)
@@ -181,6 +186,14 @@ class RumorCallback(Callback):
     def _own_keys(self, trainer: Trainer) -> tuple[str, ...]:
         """The entries of Lightning's checkpoint that differ between nodes: optimizers, schedulers that use the loss, GradScaler."""
         return "optimizer_states", "lr_schedulers", type(trainer.precision_plugin).__qualname__
+
+    def _only_optimizer(self, trainer: Trainer) -> torch.optim.Optimizer:
+        if (several := len(trainer.optimizers)) > 1:
+            raise ValueError(
+                f"average_state={self.average_state!r} averages the state of one optimizer, but configure_optimizers() returned {several}: "
+                "return one, which may have several parameter groups, or leave out average_state"
+            )
+        return trainer.optimizers[0]
 
     def _strategy(self, trainer: Trainer) -> RumorStrategy:
         assert isinstance(trainer.strategy, RumorStrategy)
