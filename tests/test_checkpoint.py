@@ -276,7 +276,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(four: Cluster, 
             [
                 "has the state of optimizer as a SGD, but it is a Adam here",
                 "has optimizer with groups of [6] parameters, but they are of [2] here",
-                "is of another model: its weight has shape none, and here it has [7, 5]",
+                "is of another model: it has no weight, and the model here has weight of shape [7, 5]",
                 "but the algorithm here is SlowMo",
                 "has no checkpoint after 7 steps, only those after: 3, 4",
                 "optimizer= needs state_dict() and load_state_dict()",
@@ -382,7 +382,7 @@ def test_a_foreign_folder_is_refused(four: Cluster, foreign: str, tmp_path: Path
 WRONG_PATHS = {
     "step-00000004": r"part of one checkpoint: rumor.load\(\) takes the folder of all of them, .*{folder}$",
     "step-00000004/node-0-rank-0.pt": r"part of one checkpoint: rumor.load\(\) takes the folder of all of them, .*{folder}$",
-    "latest.json": r"is a file: rumor.load\(\) takes the folder that rumor.save\(\) was given, such as .*{folder}$",
+    "latest.json": r"is a file: rumor.load\(\) takes the folder that rumor.save\(\) was given, here .*{folder}$",
 }
 
 
@@ -421,6 +421,23 @@ def said_of_no_checkpoint(rank: int, folder: str) -> str:
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert rumor.load(folder, averager) is None
     return said.getvalue()
+
+
+def said_of_other_nodes(rank: int, folder: str, n: int) -> str:
+    _, averager, opt = parts("gossip_aga", n)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        rumor.load(folder, averager, optimizer=opt)
+    return said.getvalue()
+
+
+def test_one_line_says_that_the_number_of_nodes_has_changed(four: Cluster, three: Cluster, tmp_path: Path) -> None:
+    four.run(saved_models, str(tmp_path))
+    assert four.run(said_of_other_nodes, str(tmp_path), 4) == [""] * 4
+    line = (
+        f"rumor.load: step-{STOP:08d} of 4 nodes is loaded on 3: all start from the mean of the saved models, node i takes the optimizer "
+        "of saved node i, and the step count goes on. Random numbers and the rest of the method's state start anew\n"
+    )
+    assert three.run(said_of_other_nodes, str(tmp_path), 3) == [line, "", ""]
 
 
 def test_one_line_says_that_there_is_no_checkpoint(four: Cluster, tmp_path: Path) -> None:

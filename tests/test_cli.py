@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from typing import Any
 import pytest
 
 import rumor
-from rumor.cli import main, units
+from rumor.cli import demo_comparison, main, units
 from rumor.cli.probe import probe_page
 from rumor.cost import TOPOLOGIES
 from rumor.probe import Probe
@@ -51,7 +53,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         (units.seconds, "146ms", 0.146),
         (units.seconds, "50us", 50e-6),
         (units.seconds, "50µs", 50e-6),
-        (units.seconds, "1e-3", 1e-3),
+        (units.seconds, "1e-3s", 1e-3),
+        (units.seconds, "0", 0.0),
         (units.seconds, "2min", 120.0),
         (units.count, "25.5M", 25_500_000),
         (units.count, "7B", 7_000_000_000),
@@ -72,10 +75,10 @@ def test_units(parse: Callable[[str], float], text: str, value: float) -> None:
         (f"plan {LINK}", "the number of nodes is missing"),
         (f"plan -n 32 {LINK.replace('10Gbit', '-10Gbit')}", "bandwidth must be finite and positive, in bytes/s"),
         (f"plan -n 32 {LINK.replace('10Gbit/s', '0MB/s')}", "bandwidth must be finite and positive"),
-        (f"plan -n 32 {LINK.replace('10Gbit/s', '10')}", "'10' has no unit: write 10Gbit/s (bits) or 10GB/s (bytes)"),
+        (f"plan -n 32 {LINK.replace('10Gbit/s', '10')}", "'10' has no unit: write 10Mbit/s or 10Gbit/s (bits), or 10MB/s (bytes)"),
         (f"plan -n 32 {LINK.replace('10Gbit/s', '3125000000')}", "'3125000000' has no unit"),
         (f"plan -n 32 {LINK.replace('10Gbit/s', '10bit/s')}", "'10bit/s' is slower than any network (8 kbit/s)"),
-        (f"plan -n 32 {LINK.replace('50us', '50')}", "'50' is longer than any latency (10 s): write 50us or 1ms"),
+        (f"plan -n 32 {LINK.replace('50us', '50s')}", "'50s' is longer than any latency (10 s): write 50us or 1ms"),
         (f"plan -n 32 {LINK.replace('10Gbit/s', '10Gb/s')}", "write 25Gbit/s (bits) or 3.1GB/s (bytes)"),
         (f"plan -n 32 {LINK.replace('50us', '-50us')}", "latency must be finite and not negative"),
         (f"plan -n 32 {LINK} --all-reduce 1s --gossip 1s", "given twice"),
@@ -102,6 +105,7 @@ def test_units(parse: Callable[[str], float], text: str, value: float) -> None:
         ("plan -n 4 --parameters 25,5M --compute 1ms --bandwidth 1GB/s", "'25,5M' is not a number"),
         ("plan -n 4 --parameters 1M --compute 1ms --all-reduce 1ms --gossip 1ms --gossip 2ms", "already has a time"),
         ("plan -n 4 --parameters 1M --compute 10ms --all-reduce 1ms --gossip 1ms --ddp 5ms", "can't be less than"),
+        ("plan -n 4 --parameters 1M --compute 146 --bandwidth 1GB/s", "'146' has no unit: write 146ms or 146s"),
         ("plan --paper bert --steps 5", "leave out --steps"),
         ("frobnicate", "invalid choice"),
         ("plan --bandwith 3", "unrecognized arguments: --bandwith"),
@@ -234,6 +238,41 @@ def test_python_dash_m_rumor() -> None:
     assert (done.returncode, done.stdout) == (0, f"rumor {rumor.__version__}\n")
 
 
+def test_a_coordinator_that_can_not_listen_says_why(run: Run) -> None:
+    code, _, error = run("coordinator --bind no-such-host.invalid:29510")
+    fix = "--bind takes HOST:PORT; 0.0.0.0:29510 listens at all its addresses"
+    assert code == 2
+    assert error == (
+        f"rumor coordinator: error: can't listen at no-such-host.invalid:29510: 'no-such-host.invalid' is no address of this host. {fix}\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, error = run(f"coordinator --bind 127.0.0.1:{port}")
+    assert code == 2
+    assert error == (
+        f"rumor coordinator: error: can't listen at 127.0.0.1:{port}: port {port} is in use, perhaps by another coordinator. Stop it, or "
+        "give another port with --bind HOST:PORT\n"
+    )
+
+
+@pytest.mark.parametrize("spelling", ["base_graph", "base-graph"])
+def test_topologies_are_read_in_both_spellings_and_shown_in_that_of_python(run: Run, spelling: str) -> None:
+    plan = "plan -n 6 --parameters 25.5M --compute 146ms --all-reduce 278ms"
+    code, page, _ = run(f"{plan} --gossip {spelling}=150ms")
+    assert code == 0
+    assert "\nbase_graph\n" in page
+    assert "\none_peer_exponential*\n" in page
+    assert "scaled by degree (1 against 1) from base_graph" in " ".join(page.split())
+    for line in (page, run("topology nothing -n 4")[2], run(f"{plan} --gossip nothing=1ms")[2], run(f"{plan} --gossip {spelling}=1s")[1]):
+        assert "base_graph" in line
+        assert not re.search("base-graph|one-peer-exponential", line)
+    options = argparse.Namespace(method=[f"gossip_pga({spelling}, H=3)"], topology=spelling, nodes=5, H=None, delay=None, steps=9)
+    options.rate, options.modelled = None, True
+    prepared = demo_comparison.prepare(options)
+    assert prepared.topology == rumor.base_graph(5)
+    assert prepared.methods[0].algorithm == rumor.gossip_pga(rumor.base_graph(5), H=3)
+
+
 PLANNING = ROOT / "docs" / "planning.md"
 ON_PAGE = re.compile(r"```(?:console)?\n\$ (?P<line>[^\n]*rumor (?:plan|probe) (?:[^\n]*\\\n)*[^\n]*)\n(?P<shown>.*?)```", re.S)
 
@@ -256,7 +295,8 @@ def test_the_planning_page_shows_what_the_commands_print(run: Run, request: pyte
         out = printed(block["line"])
         if "\n...\n" in f"\n{block['shown']}":
             head = "" if block["shown"].startswith("...") else out[: out.index("\n\nring\n") + 1]
-            out = f"{head}...\n{out[out.index('Take ') :]}"
+            first = "\nstep: " if "\nstep: " in block["shown"] else "\nTake "  # with the lines that explain the columns, or without
+            out = f"{head}...\n{out[out.index(first) + 1 :]}"
         return block[0].replace(block["shown"], f"{out}\n")
 
     text = PLANNING.read_text()

@@ -23,10 +23,12 @@ import torch
 import rumor
 from rumor.cli import main
 from rumor.cli.demo import _output_folder
+from rumor.cli.demo_comparison import _table, _verdict
 from rumor.cli.progress import Progress
 from rumor.demo import network
 from rumor.demo.digits import TO_TRAIN, split_by_label
-from rumor.demo.methods import Method
+from rumor.demo.methods import RECOMMENDED, Method, build_method
+from rumor.demo.results import Evaluation, Link, Result
 from rumor.demo.training import AT_THE_END, Node, watched_steps
 from tests import warm
 from tests.cluster import Cluster
@@ -98,6 +100,17 @@ def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: P
     assert by_name["local_sgd"]["consensus_distance"] > by_name["gossip_pga"]["consensus_distance"] > 1e-9
 
 
+def test_the_difference_of_accuracies_is_that_of_the_numbers_shown() -> None:
+    def result(name: str, accuracy: float) -> Result:
+        method = build_method(name, rumor.one_peer_exponential(4), 6, None, 200)
+        return Result(method, 4, Link(1e6, None), [Evaluation(200, accuracy, [accuracy] * 4, 0.0, 1e6, 1.0, 1.0)])
+
+    parallel, recommended = result("parallel_sgd", 0.97945), result(RECOMMENDED, 0.97255)  # 97.9% and 97.3%
+    assert _table([parallel, recommended]).count("97.9%") == 2
+    assert "its accuracy differs by -0.6 points" in _verdict([parallel, recommended])[0]
+    assert "its accuracy differs by +0.0 points" in _verdict([parallel, result(RECOMMENDED, 0.97941)])[0]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -118,7 +131,7 @@ def test_every_method_has_a_row_a_curve_and_its_place_in_the_picture(tmp_path: P
         ("--delay 2", "invalid choice: 2"),
         ("--delay 1 --method local_sgd", "--delay is for gossip_sgd, gossip_pga, gossip_aga, osgp"),
         ("--H 3 --method osgp", "--H is for local_sgd, gossip_pga, slowmo"),
-        ("--rate 0", "'0' has no unit: write 0Gbit/s"),
+        ("--rate 0", "'0' has no unit: write 0Mbit/s"),
         ("--rate 9kbit/s", "--rate must be from 80kbit/s"),
         ("--kill --method local_sgd", "--kill always runs gossip_pga(one_peer_exponential, H=6, bits=4)"),
         ("--kill --rate 1Gbit/s", "leave out --rate"),
@@ -188,6 +201,9 @@ def test_a_killed_node_comes_back(tmp_path: Path) -> None:
     assert [moment["members"] for moment in story["moments"]][-1] == 3
     assert re.search(r"^ *[\d.]+ s  step \d+: node 2 is killed \(SIGKILL\)$", done.stdout, re.M), done.stdout
     assert re.search(r"^ *[\d.]+ s  step \d+: node 2 is back", done.stdout, re.M), done.stdout
+    members = re.findall(r"^rumor: .*(\d) members", done.stderr, re.M)
+    assert members == ["3", "2", "3"], done.stderr  # once for each change, not once for each node
+    assert done.stderr.count("node 2 is lost") == 1, done.stderr
 
 
 def test_two_demos_at_the_same_time_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

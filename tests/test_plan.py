@@ -12,6 +12,7 @@ import pytest
 import rumor
 from rumor.cli import main
 from rumor.cost import Link, Measured, Recommendation, Workload, predict, recommend
+from rumor.cost.reasons import ITS_LONGEST, MOST_ACCURATE
 
 ROOT = Path(__file__).parent.parent
 WORK = Workload(1_000_000, compute=0.1)
@@ -62,7 +63,8 @@ def test_ddp_with_the_hook_is_recommended_where_it_is_as_fast() -> None:
     advice = recommend(4, WORK, measured(hook=0.115))
     assert advice.sentence == "Take DDP with 4 bits (rumor.ddp_hook): 115 ms a step, DDP 250 ms"
     assert "rumor.ddp_hook_state(bits=4)" in advice.reason
-    assert "Adam" not in said(advice), "it is the advice for Adam, too"
+    assert "With Adam or AdamW, give the hook the optimizer: rumor.ddp_hook_state(bits=4, optimizer=opt)" in advice.reason
+    assert "this is for SGD" not in said(advice), "it is the advice for Adam, too"
 
 
 def test_delay_is_shown_and_never_recommended() -> None:
@@ -84,10 +86,57 @@ def test_a_slower_delay_is_not_mentioned() -> None:
 def test_adam_and_the_elastic_group_have_one_line_each() -> None:
     notes = recommend(4, WORK, measured()).notes
     assert [note for note in notes if "Adam" in note] == [
-        "this is for SGD. With Adam or AdamW, take DDP with 4 bits (rumor.ddp_hook), 150 ms a step: see docs/choosing.md"
+        "this is for SGD. With Adam or AdamW, take DDP with 4 bits (rumor.ddp_hook), 150 ms a step, and give the hook the optimizer: "
+        "rumor.ddp_hook_state(bits=4, optimizer=opt). See docs/choosing.md"
     ]
     assert sum("rumor.elastic), this step takes 112 ms" in note for note in notes) == 1
     assert "Adam" not in said(recommend(4, WORK, Link(1e12))), "DDP is the advice"
+    own = Measured(0.05, {"one-peer-exponential": 0.06}, ddp_seconds=0.5)
+    assert recommend(4, WORK, own).text == "parallel_sgd", "which averages models, and is not DDP for Adam"
+    assert recommend(4, WORK, own).notes == ("this is for SGD. With Adam or AdamW, take DDP, 600 ms a step. See docs/choosing.md",)
+
+
+def test_the_most_accurate_setting_is_named_where_gossip_with_few_bits_is_taken() -> None:
+    advice = recommend(4, WORK, measured())
+    (note,) = [note for note in advice.notes if MOST_ACCURATE in note]
+    assert 'Averager(..., optimizer=opt, average_state="global")' in note
+    assert "docs/beyond.md" in note
+    schedule = rumor.LearningRate(3, ITS_LONGEST, power=0.3)
+    assert rumor.method(MOST_ACCURATE) == rumor.gossip_pga(rumor.one_peer_exponential, H=schedule, bits=4)
+    for without in (
+        recommend(4, WORK, measured(), bits=32),
+        recommend(4, WORK, measured(), max_period=12),
+        recommend(4, WORK, measured(hook=0.115)),
+        recommend(4, WORK, Link(1e12)),
+    ):
+        assert "LearningRate" not in said(without), without.sentence
+
+
+def test_predicted_times_of_two_nodes_are_no_reason_to_leave_ddp() -> None:
+    """An all-reduce between them sends as many bytes as a gossip step. The time model guesses what else gossip may save."""
+    work = Workload(25_500_000, compute=0.146)
+    coded = recommend(2, work, Link(125e6))
+    rows = {(row.name, row.topology): row for row in predict(2, work, Link(125e6), bits=4)}
+    parallel, gossip = rows["Parallel SGD, 4 bits", None], rows["Gossip-PGA, 4 bits", "one-peer-exponential"]
+    assert parallel.bytes == gossip.bytes
+    assert parallel.seconds > 1.1 * gossip.seconds, "a case in which the time model prefers gossip"
+    assert coded.text == "DDP with 4 bits (rumor.ddp_hook)"
+    assert "between 2 nodes it sends as many bytes as DDP" in coded.reason
+    far = recommend(2, WORK, Link(1e9, latency=0.1))
+    assert (far.text, far.bits, far.notes) == ("DDP", 32, ())
+    assert "between 2 nodes it sends as many bytes as DDP" in far.reason
+    assert recommend(2, work, Link(125e6, coding=1e-6)).text == "DDP", "codes that take longer than they save"
+
+
+def test_measured_times_of_two_nodes_decide_as_those_of_more_nodes() -> None:
+    assert recommend(2, WORK, measured()).text == CODED
+    assert recommend(2, WORK, measured(hook=0.115)).text == "DDP with 4 bits (rumor.ddp_hook)"
+
+
+def test_three_nodes_may_gossip_because_an_all_reduce_sends_a_third_more() -> None:
+    advice = recommend(3, Workload(25_500_000, compute=0.146), Link(62.5e6), bits=32)
+    assert advice.method == "Gossip-PGA"
+    assert recommend(3, Workload(25_500_000, compute=0.146), Link(3.125e9)).text == "DDP"
 
 
 def test_the_basis_tells_measured_steps_from_sums_and_predictions() -> None:
@@ -135,7 +184,7 @@ def test_the_page_fits_the_terminal(line: str, width: int, monkeypatch: pytest.M
     wide = [each for each in page.splitlines() if len(each) > width and " " in each.strip()]  # a path alone can't be broken
     assert wide == []
     assert max(map(len, page.splitlines())) > 0.6 * min(width, 100)
-    assert ("Left out at 60 columns: at best, sent." in page) == (width == 60 and "paper" not in line)
+    assert ("do not fit into 60 characters: at best, sent" in " ".join(page.split())) == (width == 60 and "paper" not in line)
 
 
 def test_where_there_is_no_terminal_lines_have_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,3 +202,12 @@ def test_the_recommendation_is_marked_in_the_table(capsys: pytest.CaptureFixture
     assert main([*PROBE.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["recommendation"]
     assert f"\n{found['sentence']}." in page
+
+
+def test_samples_that_overlap_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for name in ("planning-probe.json", "planning-probe-500mbit.json"):
+        main(["plan", "--probe", str(ROOT / "docs" / name)])
+        shown.append(" ".join(capsys.readouterr().out.split()))
+    assert "This choice may be chance: the samples of DDP" in shown[0], "on the fast network both steps take as long"
+    assert "may be chance" not in shown[1], "on the slow one, the slowest step is faster than DDP's fastest"

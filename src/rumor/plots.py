@@ -10,6 +10,7 @@ import numpy as np
 
 from rumor.checkpoint.files import replacing
 from rumor.cost import Prediction
+from rumor.cost.network import in_python
 from rumor.theory import Mixing
 from rumor.topology import Topology
 from rumor.topology.drawing import MOST_LINKS, NUMBERED_UP_TO, has_hidden_links, links, positions
@@ -107,7 +108,10 @@ def draw_plan(rows: Sequence[Prediction], chosen: Prediction | None, compute: fl
     """Draws the time of a step for each row of `rumor plan`, computing and communication. The recommended row is marked."""
     pyplot = open_pyplot(path)
     shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # their times lie between those of the others
-    names = [f"{row.label}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {row.topology}' if row.topology else ''}" for row in shown]
+    names = [
+        f"{row.label}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {in_python(row.topology)}' if row.topology else ''}"
+        for row in shown
+    ]
     figure, axes = pyplot.subplots(figsize=(8.5, 1.6 + 0.27 * len(shown)), layout="constrained")
     computing = [1e3 * min(compute, row.seconds) for row in shown]  # a whole step may have been measured in a faster moment
     axes.barh(names, computing, color=SKY, label="computing")

@@ -79,8 +79,8 @@ def load(folder: str | Path, averager: Averager, *, step: int | None = None, **o
 
     With as many nodes as it was saved with, the rest of the run is bitwise equal to one that was not interrupted. With more or fewer nodes,
     every node starts from the mean of the saved models, with the optimizer of one of the saved nodes, and the schedule goes on where it
-    was. A collective. Files are read as tensors and plain values: code in them is never run. A checkpoint that does not fit is refused on
-    all ranks, before anything is changed.
+    was; rank 0 prints a line that says so. A collective. Files are read as tensors and plain values: code in them is never run. A
+    checkpoint that does not fit is refused on all ranks, before anything is changed.
 
     Args:
         folder: the folder that was given to save().
@@ -117,6 +117,8 @@ def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, 
     else:
         with ordinary_tensors():
             averager.replica.continue_schedule(state["averager"])
+        if is_first:
+            print(f"rumor.load: {_with_other_nodes(entry, averager.engine.n, others)}", file=sys.stderr, flush=True)
     for name, other in others.items():
         other.load_state_dict(state["others"][name])
     if is_first and (left_out := sorted(set(state["others"]) - set(others))):
@@ -124,6 +126,16 @@ def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, 
         call = ", ".join(f"{name}={name}" for name in left_out)
         warnings.warn(f"the saved state of {names} is not loaded, and starts anew: use rumor.load(folder, averager, {call})", stacklevel=4)
     return state["position"]
+
+
+def _with_other_nodes(entry: dict[str, Any], n: int, others: Collection[str]) -> str:
+    """Say what becomes of a checkpoint of another number of nodes."""
+    was = entry["nodes"]
+    rest = f"node i takes the {' and '.join(others)} of saved node i{f' % {was}' * (n > was)}, " if others else ""
+    return (
+        f"{entry['name']} of {was} node{'s' * (was > 1)} is loaded on {n}: all start from the mean of the saved models, {rest}"
+        "and the step count goes on. Random numbers and the rest of the method's state start anew"
+    )
 
 
 def by_all(averager: Averager, do: Callable[[], T], doing: str) -> T:
@@ -184,9 +196,9 @@ def _state_for(averager: Averager, folder: Path, entry: dict[str, Any], others: 
 def _check_model(averager: Averager, saved: dict[str, Any], path: Path) -> None:
     shapes = [{name: getattr(value, "shape", None) for name, value in model.items()} for model in (averager.model.state_dict(), saved)]
     for name in {**shapes[0], **shapes[1]}:
-        here, there = (str(list(s[name] or ())) if name in s else "none" for s in shapes)
+        here, there = (f"has {name} of shape {list(s[name] or ())}" if name in s else f"has no {name}" for s in shapes)
         if here != there:
-            raise ValueError(f"{path} is of another model: its {name} has shape {there}, and here it has {here}")
+            raise ValueError(f"{path} is of another model: it {there}, and the model here {here}")
 
 
 def _check_others(state: dict[str, Any], others: dict[str, Stateful], path: Path) -> None:

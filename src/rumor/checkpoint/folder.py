@@ -113,7 +113,8 @@ def _refuse_other_paths(folder: Path) -> None:
     if not has_checkpoints and (NAME.fullmatch(inside.name) or any(inside.glob("node-*-rank-*.pt"))):
         raise ValueError(f"{folder} is part of one checkpoint: rumor.load() takes the folder of all of them, {inside.parent}")
     if not folder.is_dir():
-        raise ValueError(f"{folder} is a file: rumor.load() takes the folder that rumor.save() was given, such as {folder.parent}")
+        likely = f", here {inside}" if has_checkpoints else ""
+        raise ValueError(f"{folder} is a file: rumor.load() takes the folder that rumor.save() was given{likely}")
     if not has_checkpoints:
         # a first checkpoint that was cut short leaves its folder; a new file system has lost+found
         foreign = sorted(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
+import errno
+import os
 import signal
+import socket
 import sys
 import time
 from typing import Any
@@ -28,22 +30,38 @@ def add_coordinator(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.min_nodes < 1:
         raise ValueError(f"--min-nodes must be at least 1, got {options.min_nodes}")
-    coordinator = Coordinator(parse_address(options.bind), options.min_nodes, say)
+    bind = parse_address(options.bind)
+    coordinator, listening = Coordinator(bind, options.min_nodes, say), asyncio.Event()
 
     async def serve() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, task.cancel)
-        await coordinator.serve(_started)
+        await coordinator.serve(started)
 
-    with contextlib.suppress(asyncio.CancelledError):
+    def started(address: Address) -> None:
+        listening.set()
+        say(f"listening at {address}")
+
+    try:
         asyncio.run(serve())
+    except asyncio.CancelledError:
+        pass
+    except OSError as error:
+        if listening.is_set():
+            raise
+        raise ValueError(f"can't listen at {bind}: {_why_not(error, bind)}") from None
     return 0
 
 
-def _started(address: Address) -> None:
-    say(f"listening at {address}")
+def _why_not(error: OSError, bind: Address) -> str:
+    """Return why the coordinator can't listen, and what to do."""
+    if error.errno == errno.EADDRINUSE:
+        return f"port {bind.port} is in use, perhaps by another coordinator. Stop it, or give another port with --bind HOST:PORT"
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return f"{bind.host!r} is no address of this host. --bind takes HOST:PORT; 0.0.0.0:{bind.port} listens at all its addresses"
+    return os.strerror(error.errno) if error.errno else str(error)
 
 
 def say(line: str) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from rumor.cli import demo_comparison, demo_kill
 from rumor.cli.topology import NAMES
 from rumor.cli.units import bandwidth, count, nodes
+from rumor.cost.network import in_python
 from rumor.demo.methods import DEFAULT, WITH_H
 from rumor.demo.processes import ProcessError
 from rumor.schedule import check_whole
@@ -44,8 +45,7 @@ def add_demo(commands: Any) -> None:
         help=f"methods to run: {', '.join(names)}, or written out: 'gossip_pga(ring, H=6, bits=4)' (default: the first four, and the "
         "recommended setting)",
     )
-    topologies = ", ".join(NAMES).replace("-", "_")
-    parser.add_argument("--topology", metavar="NAME", help=f"{topologies} (default {demo_comparison.TOPOLOGY})")
+    parser.add_argument("--topology", metavar="NAME", help=f"{in_python(', '.join(NAMES))} (default {demo_comparison.TOPOLOGY})")
     parser.add_argument(
         "-n", "--nodes", type=nodes, help=f"number of processes (default {demo_comparison.NODES}; with --kill {demo_kill.NODES})"
     )

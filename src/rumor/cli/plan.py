@@ -11,8 +11,10 @@ from rumor.cli.plan_page import Inputs, json_page, page
 from rumor.cli.units import bandwidth, count, latency, nodes, seconds, show_bytes, show_count, show_seconds
 from rumor.cli.user_model import load_model
 from rumor.cost import TOPOLOGIES, Link, Measured, Network, Workload, predict, recommend
+from rumor.cost.network import in_python
 from rumor.cost.paper import TRAININGS
 from rumor.cost.recommendation import FEWEST_BITS, gossip_to_compare
+from rumor.methods.from_text import method
 from rumor.plots import draw_plan
 from rumor.probe import Probe
 
@@ -28,7 +30,7 @@ EPILOG = """examples:
   rumor plan --probe probe.json --steps 100k
   rumor plan --paper resnet50
 
-Units: 25Gbit/s means bits, 3.1GB/s means bytes. A time without a unit is in seconds."""
+Units: 25Gbit/s means bits, 3.1GB/s means bytes. Times and rates need a unit."""
 
 
 def add_plan(commands: Any) -> None:
@@ -74,7 +76,7 @@ def _add_network_options(parser: argparse.ArgumentParser) -> None:
         "--gossip",
         action="append",
         metavar="[TOPOLOGY=]TIME",
-        help="measured time of a gossip step (default topology: one-peer-exponential); may be repeated",
+        help="measured time of a gossip step (default topology: one_peer_exponential); may be repeated",
     )
     parser.add_argument(
         "--ddp",
@@ -95,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
     inputs = read_inputs(options)
     planned, bits = (inputs.n, inputs.workload, inputs.network), int(options.bits)
     advice = recommend(*planned, H=options.period, max_period=options.max_period, iid=options.iid, bits=bits)
+    if inputs.probe is not None and (doubt := _doubt(inputs.probe, advice.bits)) is not None:
+        advice = replace(advice, notes=(*advice.notes, doubt))
     H = options.period or advice.H  # so that the recommendation is a row of the table
     if H == 1 and options.period is None:
         H = gossip_to_compare(*planned, advice.bits, options.max_period)[1]
@@ -110,6 +114,25 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _doubt(probe: Probe, bits: int) -> str | None:
+    """Say so if the samples of DDP and of Gossip-PGA overlap, because another probe may then lead to another plan.
+
+    One slow sample alone, more than twice as slow as the median, is no reason to doubt.
+    """
+    steps = {name: timing for name, timing in probe.steps.items() if method(name).bits == bits and "delay" not in name}
+    if probe.ddp is None or not steps:
+        return None
+    name = min(steps, key=lambda name: steps[name].median)
+    faster, slower = sorted((probe.ddp, steps[name]), key=lambda timing: timing.median)
+    if slower.fastest > min(faster.slowest, 2 * faster.median):
+        return None
+    (a, b), (c, d) = ((show_seconds(each.fastest), show_seconds(each.slowest)) for each in (probe.ddp, steps[name]))
+    return (
+        f"this choice may be chance: the samples of DDP ({a} to {b}) and of {name} ({c} to {d}) overlap. Probe again on idle machines, "
+        f"with more than --repeats {probe.repeats}"
+    )
+
+
 def read_inputs(options: argparse.Namespace) -> Inputs:
     probe = Probe.read(options.probe) if options.probe else None
     n = options.nodes if options.nodes is not None else probe.n if probe else None
@@ -118,7 +141,9 @@ def read_inputs(options: argparse.Namespace) -> Inputs:
     if not 1 <= n <= MOST_NODES:
         raise ValueError(f"-n must be a whole number >= 1 (and at most {MOST_NODES:,}), got {n}")
     workload = _workload(options, probe)
-    return Inputs(n, workload, *_network(options, probe, n, workload))
+    network, source, measured_by = _network(options, probe, n, workload)
+    has_whole_steps = isinstance(network, Measured) and bool(network.step_seconds)
+    return Inputs(n, workload, network, source, measured_by, probe if has_whole_steps else None)
 
 
 def _workload(options: argparse.Namespace, probe: Probe | None) -> Workload:
@@ -181,7 +206,9 @@ def _gossip_times(texts: list[str]) -> dict[str, float]:
     for text in texts:
         name, time = _gossip_time(text)
         if name in times:
-            raise ValueError(f"--gossip {text}: {name} already has a time; name another topology, for example --gossip ring=300ms")
+            raise ValueError(
+                f"--gossip {text}: {in_python(name)} already has a time; name another topology, for example --gossip ring=300ms"
+            )
         times[name] = time
     return times
 
@@ -190,7 +217,7 @@ def _gossip_time(text: str) -> tuple[str, float]:
     name, _, time = text.rpartition("=")
     name = name.replace("_", "-") or "one-peer-exponential"
     if name not in TOPOLOGIES:
-        raise ValueError(f"--gossip {text}: there is no topology {name!r}; choose from {', '.join(TOPOLOGIES)}")
+        raise ValueError(f"--gossip {text}: there is no topology {in_python(name)!r}; choose from {in_python(', '.join(TOPOLOGIES))}")
     try:
         return name, seconds(time)
     except argparse.ArgumentTypeError as error:

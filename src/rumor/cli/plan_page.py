@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass
 from rumor.cli.table import columns, fitted, paragraph
 from rumor.cli.units import show_bytes, show_count, show_seconds
 from rumor.cost import Measured, Network, Prediction, Recommendation, Workload
+from rumor.cost.network import in_python
+from rumor.probe import Probe
 
 LESS_NEEDED = ("at best", "sent", "transient", "hours")  # columns that a narrow terminal has no room for, the first ones first
 LEGEND = {  # by column
     "at best": "with perfect overlap (delay=1, or DDP's buckets), where OSGP is between `step` and this.",
     "sent": "bytes that the busiest node sends per step.",
-    "transient": "order of the steps before the method is as good as DDP, {data}. Compare rows by it; it is not a number of steps.",
+    "transient": "order of magnitude of the number of steps until the method is as good as DDP (Parallel SGD), {data}. A bound from theory "
+    "to compare rows by, no forecast of your run: lower is better.",
     "<": "recommended. Gossip-AGA moves between its two rows. SlowMo costs as much as Gossip-PGA.",
 }
 
@@ -26,6 +29,7 @@ class Inputs:
     Attributes:
         source: where the times come from.
         measured_by: who has measured or predicted them, for the end of a sentence.
+        probe: the probe whose whole steps the plan compares, if it does.
     """
 
     n: int
@@ -33,6 +37,7 @@ class Inputs:
     network: Network
     source: str
     measured_by: str
+    probe: Probe | None = None
 
 
 def json_page(inputs: Inputs, rows: list[Prediction], advice: Recommendation) -> str:
@@ -72,18 +77,19 @@ def _remark(text: str) -> str:
 
 def _capital(text: str) -> str:
     """A sentence begins with a capital letter, unless it begins with a name of Rumor."""
-    return text if "(" in text.split(" ")[0] or text.startswith("delay") else text[0].upper() + text[1:]
+    is_name = set("(_") & set(text.split(" ")[0]) or text.startswith("delay")
+    return text if is_name else text[0].upper() + text[1:]
 
 
 def _legend(rows: list[Prediction], iid: bool, network: Network, left_out: list[str]) -> list[str]:
-    step = "measured as a whole; ~ if it is the sum of its parts, without overlap."
+    step = "measured as a whole; ~ if it is the sum of its parts, without overlap, or carried over from a measured step with another H."
     if not any(row.is_measured for row in rows):
         step = "the sum of its measured parts, without overlap." if isinstance(network, Measured) else "predicted, without overlap."
     data = "if all nodes draw from the same data (iid)" if iid else "if the nodes' data differ (non-iid)"
     lines = [f"{name}: {text.format(data=data)}" for name, text in {"step": step, **LEGEND}.items() if name not in left_out]
     if left_out:
-        lines.append(f"Left out at {columns(sys.stdout)} columns: {', '.join(left_out)}.")
-    notes = dict.fromkeys(f"{row.topology}: {row.note}" for row in rows if row.note)
+        lines.append(f"Columns left out, because they do not fit into {columns(sys.stdout)} characters: {', '.join(left_out)}.")
+    notes = dict.fromkeys(f"{in_python(row.topology)}: {row.note}" for row in rows if row.topology and row.note)
     return [*lines, *(f"* {note}" for note in notes)]
 
 
@@ -92,8 +98,8 @@ def _table(rows: list[Prediction], chosen: Prediction | None, iid: bool) -> tupl
     head = ("method", "H", "step", "at best", "sent", "hours", "transient", "")
     has_measured, lines, last = any(row.is_measured for row in rows), list[tuple[str, ...]](), None
     for row in rows:
-        if row.topology != last:
-            lines += [(), (f"{row.topology}{'*' if row.note else ''}",)]
+        if row.topology and row.topology != last:
+            lines += [(), (f"{in_python(row.topology)}{'*' if row.note else ''}",)]
         stage = row.transient_stage_iid if iid else row.transient_stage
         lines.append(
             (

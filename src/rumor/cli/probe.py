@@ -18,7 +18,8 @@ from torch import nn
 from rumor.cli.table import paragraph, table
 from rumor.cli.units import count, seconds, show_bytes, show_count, show_seconds
 from rumor.cli.user_model import FORM, load_model
-from rumor.cost import Workload
+from rumor.cost import TOPOLOGIES, Workload
+from rumor.cost.network import in_python
 from rumor.engines.processes.handshake import agree
 from rumor.engines.processes.process_group import ProcessGroup, joined
 from rumor.probe import Probe, Step, Timing, measure, stand_in, takes_model
@@ -137,7 +138,8 @@ def _with_named_errors(step: Step, place: str) -> Step:
 def _measure(engine: ProcessGroup, options: argparse.Namespace, model: nn.Module, step: Step) -> Probe:
     def show(what: str, timing: Timing) -> None:
         if engine.rank == 0:
-            print(f"{show_seconds(timing.median):>8}  {what}", file=sys.stderr, flush=True)
+            name = in_python(what) if what in TOPOLOGIES else what
+            print(f"{show_seconds(timing.median):>8}  {name}", file=sys.stderr, flush=True)
 
     size = show_count(options.parameters)
     name = options.model or f"an MLP of about {size} parameters, batch {options.batch}"
@@ -154,7 +156,11 @@ def probe_page(probe: Probe, path: str) -> str:
 
 
 def _rows(probe: Probe) -> list[tuple[str, ...]]:
-    parts = {"computing": probe.compute, "all-reduce": probe.all_reduce, **{f"gossip, {name}": t for name, t in probe.gossip.items()}}
+    parts = {
+        "computing": probe.compute,
+        "all-reduce": probe.all_reduce,
+        **{f"gossip, {in_python(name)}": t for name, t in probe.gossip.items()},
+    }
     for bits, times in probe.coded.items():
         parts |= {f"all-reduce, {bits} bits": times.all_reduce, f"gossip, one peer, {bits} bits": times.gossip}
     whole = {"DDP": probe.ddp} if probe.ddp else {}

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rumor.cli.table import table
+from rumor.cli.table import paragraph, table
 from rumor.cli.units import nodes
 from rumor.cost import TOPOLOGIES, degree
+from rumor.cost.network import in_python
 from rumor.plots import draw_topology
 from rumor.theory import Mixing, time_varying_mixing, transient_stage
 from rumor.topology import Topology, complete, isolated
@@ -31,7 +32,7 @@ def add_topology(commands: Any) -> None:
         help="show a topology: beta, degree, spectrum, a picture, C_beta and D_beta over H",
         description="Shows how fast a topology mixes, what its graph looks like, and C_beta, D_beta and the transient stage over H.",
     )
-    parser.add_argument("name", metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("name", metavar="NAME", help=f"{in_python(', '.join(NAMES))}; with - instead of _ if you like")
     parser.add_argument("-n", "--nodes", type=nodes, required=True, help="number of nodes")
     parser.add_argument("--iid", action="store_true", help="assume that all nodes draw from the same data, for the transient stage")
     parser.add_argument("--out", metavar="FILE", help="also draw the topology into FILE.png, .svg or .pdf (needs matplotlib)")
@@ -40,10 +41,10 @@ def add_topology(commands: Any) -> None:
 
 
 def build_topology(name: str, n: int) -> Topology:
-    """Builds a topology by its name on the command line."""
+    """Builds a topology by its name on the command line: one_peer_exponential or one-peer-exponential."""
     build = NAMES.get(name.replace("_", "-"))
     if build is None:
-        raise ValueError(f"there is no topology {name!r}: choose from {', '.join(NAMES)}")
+        raise ValueError(f"there is no topology {name!r}: choose from {in_python(', '.join(NAMES))}")
     if n > MOST_NODES:
         raise ValueError(f"-n must be at most {MOST_NODES:,}, got {n}")
     if build is complete and n > COMPLETE_UP_TO:
@@ -103,13 +104,16 @@ def _page(topology: Topology, values: Array | None, over_H: list[Mixing], iid: b
     picture = braille(topology)
     lines = [
         f"{topology.name}: {pairs:,} link{'s' * (pairs != 1)}{cycle}",
-        f"beta {topology.beta:.5f}{of_cycle}; degree {messages:g} (messages that the busiest node sends per step)",
+        paragraph(f"beta {topology.beta:.5f}{of_cycle}; degree {messages:g} (messages that the busiest node sends per step)"),
         "",
         picture if picture is not None else f"({pairs:,} links are too many for a picture)",
         *(["(the links that wrap around the edges are not drawn)"] if picture is not None and has_hidden_links(topology) else []),
         "",
         *_chart(topology, values),
         "",
+        paragraph(
+            "C_beta, D_beta: the constants of the paper's rates, lower is better. The transient stage is a bound without its constants."
+        ),
         _table(over_H, iid),
     ]
     return "\n".join(lines)
@@ -127,7 +131,7 @@ def _chart(topology: Topology, values: Array | None) -> list[str]:
         f"  {low:.1f}-{high:.1f}  {_bar(number / counts.max())}{number}"
         for number, low, high in zip(counts[::-1], edges[-2::-1], edges[:0:-1], strict=True)
     ]
-    return [f"|eigenvalues| of {of}, without the 1 of the average; the largest is {values[1]:.5f}", *bars]
+    return [paragraph(f"|eigenvalues| of {of}, without the 1 of the average; the largest is {values[1]:.5f}"), *bars]
 
 
 def _bar(share: float, width: int = 40) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 _PREFIX = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _DECIMAL = {name: factor for name, factor in _PREFIX.items() if "i" not in name}
-SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ns": 1e-9, "min": 60.0, "h": 3600.0}
 COUNTS = {**_DECIMAL, "B": 1e9}  # a billion, as in "a 7B model"
 BYTES_PER_SECOND = {**{f"{p}B/s": f for p, f in _PREFIX.items()}, **{f"{p}bit/s": f / 8 for p, f in _DECIMAL.items()}}
 
@@ -36,16 +36,27 @@ def _parser(units: dict[str, float], what: str, examples: str) -> Callable[[str]
     return parse
 
 
-seconds = _parser(SECONDS, "a time", "146ms, 50us or 1.5s; a plain number is in seconds")
+_seconds = _parser(SECONDS, "a time", "146ms, 50us or 1.5s")
 _bandwidth = _parser(BYTES_PER_SECOND, "a bandwidth", "25Gbit/s (bits) or 3.1GB/s (bytes); a single b could mean either")
 _count = _parser(COUNTS, "a number", COUNT_EXAMPLES)
 _nodes = _parser({"": 1.0, "k": 1e3}, "a whole number", NODES_EXAMPLES)
 
 
+def seconds(text: str) -> float:
+    """Parses a time, in seconds. A plain number is refused, but for 0: 146 is more likely to mean milliseconds."""
+    if text.strip() == "0":
+        return 0.0
+    if re.fullmatch(rf"\s*{NUMBER}\s*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: write {text.strip()}ms or {text.strip()}s")
+    return _seconds(text)
+
+
 def bandwidth(text: str) -> float:
     """Parses a bandwidth, in bytes per second. One that no network has is taken for a mistake."""
     if re.fullmatch(r"\s*[-+]?[\d.,_]+(?:[eE][-+]?\d+)?\s*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} has no unit: write {text.strip()}Gbit/s (bits) or {text.strip()}GB/s (bytes)")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no unit: write {text.strip()}Mbit/s or {text.strip()}Gbit/s (bits), or {text.strip()}MB/s (bytes)"
+        )
     found = _bandwidth(text)
     if 0 < found < SLOWEST:
         raise argparse.ArgumentTypeError(f"{text!r} is slower than any network ({show_rate(SLOWEST)}): write 25Gbit/s or 500Mbit/s")

@@ -25,7 +25,7 @@ TOPOLOGIES: dict[str, Builder] = {
     "exponential": exponential,
     "base-graph": base_graph,
 }
-CODING = 3e-9  # seconds to encode, decode and mix a number: a guess, between the probes of docs/planning.md (1 and 9 ns, CPUs)
+CODING = 3e-9  # seconds to encode, decode and mix a number: a guess for CPUs, if there is no probe
 
 
 def check_number(name: str, value: float, unit: str, zero: bool = False) -> None:
@@ -36,12 +36,21 @@ def check_number(name: str, value: float, unit: str, zero: bool = False) -> None
 
 
 def kind(topology: Topology) -> str:
-    """The name of the function that built the topology, in the spelling of the command line.
+    """The name of the function that built the topology, in the spelling of files and of `TOPOLOGIES`.
 
     >>> kind(one_peer_exponential(8))
     'one-peer-exponential'
     """
     return topology.name.split("(")[0].replace("_", "-")
+
+
+def in_python(name: str) -> str:
+    """The name of a topology as Python spells it, for people to read and to paste.
+
+    >>> in_python("one-peer-exponential")
+    'one_peer_exponential'
+    """
+    return name.replace("-", "_")
 
 
 @lru_cache(maxsize=256)
@@ -121,7 +130,7 @@ def method_text(topology: str | None, H: int, bits: int = 32, delay: int = 0) ->
     'gossip_pga(one_peer_exponential, H=6, bits=4)'
     """
     options = "".join(f", {name}={value}" for name, value, usual in (("bits", bits, 32), ("delay", delay, 0)) if value != usual)
-    return f"gossip_pga({(topology or 'isolated').replace('-', '_')}, H={H}{options})"
+    return f"gossip_pga({in_python(topology or 'isolated')}, H={H}{options})"
 
 
 _TIMED = re.compile(r"gossip_pga\((\w+), H=(\d+)(?:, bits=(\d+))?\)")  # what method_text writes, without delay
@@ -240,7 +249,7 @@ class Measured:
 
     >>> seen = Measured(0.278, {"one-peer-exponential": 0.150})
     >>> seen.gossip(ring(32), bytes=102e6), seen.note(ring(32))
-    (0.3, 'not measured, scaled by degree (2 against 1) from one-peer-exponential')
+    (0.3, 'not measured, scaled by degree (2 against 1) from one_peer_exponential')
     """
 
     all_reduce_seconds: float
@@ -302,7 +311,7 @@ class Measured:
         if name == kind(topology) or not topology.has_links:
             return None
         mine, measured = degree(topology), degree(TOPOLOGIES[name](topology.n))
-        return f"not measured, scaled by degree ({mine:g} against {measured:g}) from {name}"
+        return f"not measured, scaled by degree ({mine:g} against {measured:g}) from {in_python(name)}"
 
     def _nearest(self, topology: Topology) -> str:
         if kind(topology) in self.gossip_seconds:

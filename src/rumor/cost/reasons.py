@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rumor.cost.network import Network, Workload, degree, kind, method_text
+from rumor.cost.network import Link, Network, Workload, degree, in_python, kind, method_text
 from rumor.cost.prediction import GLOBAL_SHARE, Prediction
 from rumor.topology import Topology
 
 WORTH_IT = 0.10  # Parallel SGD is the better choice up to this much slower
 SAME_ORDER = 2.0  # transient stages are without constants: below this ratio they count as equally long
-DELAY_MISSES = "delay=1 missed the target accuracy in 1 run of 5 (docs/performance.md)"
+DELAY_MISSES = "with delay=1 in float32 the accuracy ended a little lower (docs/performance.md)"
 LONGEST = 64  # the longest period to recommend (Gossip-AGA's own limit)
+MOST_ACCURATE = "gossip_pga(one_peer_exponential, H=LearningRate(3, 24, power=0.3), bits=4)"  # of what sends so little (docs/beyond.md)
+ITS_LONGEST = 24  # its longest period
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,25 @@ class Comparison:
 
 def takes_parallel(compared: Comparison) -> bool:
     """Whether Parallel SGD is the better choice. (Gossip-PGA with H = 1 is Parallel SGD.)"""
-    return compared.parallel.seconds <= (1 + WORTH_IT) * compared.best.seconds or compared.H == 1
+    return not _gossip_is_faster(compared) or compared.H == 1 or is_predicted_pair(compared)
+
+
+def is_predicted_pair(compared: Comparison) -> bool:
+    """Whether there are two nodes whose times are predicted. Then gossip is no reason to leave DDP.
+
+    Between 2 nodes, an all-reduce sends as many bytes as a gossip step. Gossip can only save latency and the work of coding. The time model
+    guesses that work, so only measured times can show that gossip is faster.
+    """
+    return compared.topology.n == 2 and isinstance(compared.network, Link)
+
+
+def seconds_to_expect(compared: Comparison) -> float:
+    """Seconds of the fastest step that may be recommended."""
+    return compared.parallel.seconds if is_predicted_pair(compared) else min(compared.best.seconds, compared.parallel.seconds)
+
+
+def _gossip_is_faster(compared: Comparison) -> bool:
+    return compared.parallel.seconds > (1 + WORTH_IT) * compared.best.seconds
 
 
 def takes_own_parallel(compared: Comparison) -> bool:
@@ -79,9 +99,11 @@ def why(compared: Comparison) -> str:
         )
     if compared.plain is not None:
         return _why_coded_parallel(compared, compared.plain)
-    other, seconds = f"that of Gossip-PGA ({compared.best.topology}, H = {compared.H}", compared.best.seconds
+    if _gossip_is_faster(compared):
+        return f"its step takes {milliseconds(compared.parallel.seconds)}, and it is exact. {_on_a_pair(compared)}"
+    other, seconds = f"that of Gossip-PGA ({in_python(kind(compared.topology))}, H = {compared.H}", compared.best.seconds
     if compared.H == 1:  # Gossip-PGA with H = 1 is Parallel SGD, so compare with a gossip step, which is within the 10 % as well
-        other, seconds = f"a gossip step ({compared.best.topology}", compared.gossip
+        other, seconds = f"a gossip step ({in_python(kind(compared.topology))}", compared.gossip
     slower = compared.parallel.seconds / seconds - 1
     how = f"only {slower:.1%} slower than" if slower > 0.0005 else "no slower than"
     is_fast = compared.parallel.seconds <= 1.5 * compared.workload.compute
@@ -96,17 +118,33 @@ def why(compared: Comparison) -> str:
 
 
 def _why_coded_parallel(compared: Comparison, plain: Comparison) -> str:
-    hook = f"ddp.register_comm_hook(rumor.ddp_hook_state(bits={compared.bits}), rumor.ddp_hook)"
+    hook = f"ddp.register_comm_hook({_hook_state(compared.bits)}, rumor.ddp_hook)"
     is_slower = compared.best.seconds > compared.parallel.seconds
+    gossip = f"Gossip {'is not' if is_slower else 'would hardly be'} faster: {milliseconds(compared.best.seconds)}"
+    if _gossip_is_faster(compared):
+        gossip = _on_a_pair(compared)
     return (
-        f"{_why_codes(compared, plain, compared.parallel)} Gossip {'is not' if is_slower else 'would hardly be'} faster: "
-        f"{milliseconds(compared.best.seconds)}. The line to add is {hook}"
+        f"{_why_codes(compared, plain, compared.parallel)} {gossip}. The line to add is {hook}. "
+        f"With Adam or AdamW, give the hook the optimizer: {_hook_state(compared.bits, has_moments=True)}"
     )
+
+
+def _on_a_pair(compared: Comparison) -> str:
+    """Why DDP is taken, though gossip is predicted to be faster: there are two nodes."""
+    return (
+        f"Gossip-PGA is predicted to take {milliseconds(compared.best.seconds)}. But between 2 nodes it sends as many bytes as DDP, so "
+        "time both with `rumor probe` before you leave DDP"
+    )
+
+
+def _hook_state(bits: int, has_moments: bool = False) -> str:
+    """The state of DDP's hook. SGD has no second moments, so the hook refuses to take it."""
+    return f"rumor.ddp_hook_state(bits={bits}{', optimizer=opt' if has_moments else ''})"
 
 
 def _why_codes(compared: Comparison, plain: Comparison, chosen: Prediction) -> str:
     parallel, same = plain.parallel.seconds, plain.parallel if chosen.method == "Parallel SGD" else plain.best
-    without = "" if same is plain.parallel else f" ({same.method} in float32: {milliseconds(same.seconds)})"
+    without = "" if same is plain.parallel else f" ({same.method} in float32, H = {plain.H}: {milliseconds(same.seconds)})"
     return (
         f"with messages of {compared.bits} bits, its step takes {milliseconds(chosen.seconds)}, {1 - chosen.seconds / parallel:.0%} less "
         f"than the {milliseconds(parallel)} of DDP in float32{without}."
@@ -115,7 +153,8 @@ def _why_codes(compared: Comparison, plain: Comparison, chosen: Prediction) -> s
 
 def _why_gossip_pga(compared: Comparison) -> str:
     H, best = compared.H, compared.best.seconds
-    shorter = f" (H = {H - 1}: {_percent(compared.added * H / (H - 1))})" if H > 1 and compared.added <= GLOBAL_SHARE else ""
+    with_shorter = compared.added * H / (H - 1) if H > 1 else 0.0  # rumor probe times a period of its own choice, which may be longer
+    shorter = f" (H = {H - 1}: {_percent(with_shorter)})" if compared.added <= GLOBAL_SHARE < with_shorter else ""
     parallel = compared.parallel.seconds
     start = f"its step takes {milliseconds(best)}, {1 - best / parallel:.0%} less than DDP's {milliseconds(parallel)}."
     if compared.plain is not None:
@@ -128,7 +167,7 @@ def _why_gossip_pga(compared: Comparison) -> str:
 
 def _why_topology(compared: Comparison) -> str:
     messages = degree(compared.topology)
-    name = f"{kind(compared.topology)} ({messages:g} message{'s' * (messages != 1)} per step)"
+    name = f"{in_python(kind(compared.topology))} ({messages:g} message{'s' * (messages != 1)} per step)"
     took = "" if compared.best.is_measured else f", {milliseconds(compared.gossip)}"  # a sum of parts, which would not fit to a whole step
     if compared.gossip <= compared.fastest_gossip:
         return f"{name} has the fastest gossip step{took}."
@@ -154,9 +193,11 @@ def notes(compared: Comparison) -> tuple[str, ...]:
     """Remarks on the recommendation."""
     found = [*_note_on_unmeasured_ddp(compared), *_note_on_delay(compared)]
     if not takes_parallel(compared):
-        found += [*_note_on_elastic(compared), _note_on_adam(compared), *_note_on_period(compared)]
+        found += [*_note_on_elastic(compared), *_note_on_accuracy(compared), _note_on_adam(compared), *_note_on_period(compared)]
         if compared.best.note:
-            found.append(f"{compared.best.topology}: {compared.best.note}")
+            found.append(f"{in_python(kind(compared.topology))}: {compared.best.note}")
+    elif takes_own_parallel(compared):  # it averages models after the optimizer's step, which is not DDP for Adam
+        found.append(_note_on_adam(compared))
     if compared.workload.bytes_per_parameter < 4 and compared.bits == 32:
         found.append(
             "gossip sends the parameters in their own precision; global rounds sum in float32, and so they send 4 bytes per parameter"
@@ -184,11 +225,13 @@ def _note_on_period(compared: Comparison) -> list[str]:
 
 def _note_on_unmeasured_ddp(compared: Comparison) -> list[str]:
     parallel, best = (compared.plain or compared).parallel, compared.best
+    if takes_parallel(compared) and compared.plain is None:  # DDP itself is recommended
+        return []
     if parallel.is_measured or not parallel.seconds > (1 + WORTH_IT) * best.seconds >= parallel.seconds_overlapped:
         return []
     return [
-        f"DDP was not timed. If it hid its whole all-reduce behind the backward pass, its step would take "
-        f"{milliseconds(parallel.seconds_overlapped)}, and there would be nothing to gain. `rumor probe` times it"
+        "Time DDP before you change to this: it may hide a part of its all-reduce behind the backward pass, which is not counted here. If "
+        f"it hid all of it, its step would take {milliseconds(parallel.seconds_overlapped)}. `rumor probe` times it"
     ]
 
 
@@ -212,12 +255,23 @@ def _note_on_elastic(compared: Comparison) -> list[str]:
     return [f"in an elastic group, where nodes may die and join (rumor.elastic), this step takes {milliseconds(elastic)}"]
 
 
+def _note_on_accuracy(compared: Comparison) -> list[str]:
+    """The setting that ended closest to Parallel SGD at a tenth of its bytes."""
+    if compared.bits != 4 or compared.longest < ITS_LONGEST:
+        return []
+    return [
+        f'for more accuracy with SGD and momentum, take {MOST_ACCURATE} and Averager(..., optimizer=opt, average_state="global"). On '
+        "CIFAR-10 it ended closer to Parallel SGD than plain Gossip-PGA did, for more bytes: see docs/beyond.md"
+    ]
+
+
 def _note_on_adam(compared: Comparison) -> str:
     plain, coded = (compared.plain or compared).parallel, compared.coded_parallel
-    form, seconds = "DDP", plain.seconds
+    form, seconds, hook = "DDP", plain.seconds, ""
     if coded is not None and coded.seconds < plain.seconds:
         form, seconds = f"DDP with {coded.bits} bits (rumor.ddp_hook)", coded.seconds
-    return f"this is for SGD. With Adam or AdamW, take {form}, {milliseconds(seconds)} a step: see docs/choosing.md"
+        hook = f", and give the hook the optimizer: {_hook_state(coded.bits, has_moments=True)}"
+    return f"this is for SGD. With Adam or AdamW, take {form}, {milliseconds(seconds)} a step{hook}. See docs/choosing.md"
 
 
 def milliseconds(seconds: float) -> str:

@@ -1,6 +1,7 @@
 """Recommends a method, a topology and a period, by these rules:
 
 1. Take DDP (Parallel SGD) if its step is at most 10 % slower than the best Gossip-PGA. It is exact, and there is little to gain.
+   Take it for two nodes, too, unless their times were measured: an all-reduce between them sends as much as a gossip step.
 2. Otherwise take Gossip-PGA on the topology with the fastest gossip step. If several are within 2 %, take the one with the shortest
    transient stage. If transient stages are within a factor of 2 (they are orders of magnitude), take the one that sends the least.
 3. Take the smallest H at which global rounds add at most 10 % to a gossip step. A longer period would hardly be faster, but have a
@@ -19,7 +20,18 @@ from dataclasses import dataclass, replace
 
 from rumor.cost.network import TOPOLOGIES, Measured, Network, Workload, kind
 from rumor.cost.prediction import Prediction, Times, period_for, predict, times_with
-from rumor.cost.reasons import LONGEST, SAME_ORDER, WORTH_IT, Comparison, milliseconds, notes, takes_own_parallel, takes_parallel, why
+from rumor.cost.reasons import (
+    LONGEST,
+    SAME_ORDER,
+    WORTH_IT,
+    Comparison,
+    milliseconds,
+    notes,
+    seconds_to_expect,
+    takes_own_parallel,
+    takes_parallel,
+    why,
+)
 from rumor.methods.gossip_pga import gossip_pga, local_sgd
 from rumor.schedule import check_whole
 from rumor.topology import Topology
@@ -35,7 +47,7 @@ class Recommendation:
 
     Attributes:
         method: "Parallel SGD" or "Gossip-PGA".
-        topology: the topology in the spelling of the command line; None for Parallel SGD.
+        topology: the topology in the spelling of `TOPOLOGIES`; None for Parallel SGD.
         H: the period; 1 for Parallel SGD.
         seconds: seconds of a step: measured if it was, else without overlap.
         call: the Python expression of the algorithm to pass to `rumor.Averager`.
@@ -138,7 +150,7 @@ def _chosen(n: int, workload: Workload, network: Network, H: int | None, longest
     if (with_codes := times_with(n, workload, network, bits)) is not None:
         coded = _compare(with_codes, H, longest, iid, plain=compared)
         compared = replace(compared, coded_parallel=coded.parallel)
-        if min(coded.best.seconds, coded.parallel.seconds) * (1 + WORTH_IT) <= min(compared.best.seconds, compared.parallel.seconds):
+        if seconds_to_expect(coded) * (1 + WORTH_IT) <= seconds_to_expect(compared):
             compared = replace(coded, coded_parallel=coded.parallel)
     return compared
 
@@ -170,12 +182,15 @@ def _period(times: Times, gossip: float, timed: tuple[str, int] | None) -> int:
 def _compare(times: Times, given: int | None, longest: int, iid: bool, plain: Comparison | None = None) -> Comparison:
     """Finds the best Gossip-PGA (rules 2 and 3), and the methods to compare it with."""
     n, compute = times.n, times.workload.compute
-    gossip = {topology: times.gossip(topology)[0] for topology in (build(n) for build in TOPOLOGIES.values())}
+    # for n a power of two, the base graph sends and averages as one_peer_exponential does: only noise would choose between them
+    names = [name for name in TOPOLOGIES if not (name == "base-graph" and n & (n - 1) == 0)]
+    gossip = {topology: times.gossip(topology)[0] for topology in (TOPOLOGIES[name](n) for name in names)}
     fastest = compute + min(gossip.values())
     candidates: list[tuple[Topology, Prediction]] = []
     timed = times.network.timed(times.bits)
     if timed is not None:  # rumor probe has chosen this topology by the same rule
-        gossip = {topology: seconds for topology, seconds in gossip.items() if kind(topology) == timed[0]} or gossip
+        measured = {topology: seconds for topology, seconds in gossip.items() if kind(topology) == timed[0]}
+        gossip, timed = (measured, timed) if measured else (gossip, None)
     for topology, seconds in gossip.items():
         if compute + seconds <= (1 + TIE) * fastest or timed is not None:
             H = given or min(longest, _period(times, seconds, timed))
