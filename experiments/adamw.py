@@ -33,6 +33,7 @@ from logistic.tables import Row, as_text
 from networks.command import above_zero, at_least_one
 from networks.compare import with_interval
 from networks.engines import device_name
+from rumor.ddp import REFRESHED, scales_of
 from rumor.methods import Algorithm
 from rumor.model.optimizer_state import AverageState
 from text.gpt import EVALUATED, GPT, check_text, held_out_loss, last_start, load_text, loss_of, lr_at, read, sequences, write
@@ -47,7 +48,7 @@ RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 LEAST = 3  # seeds of a mean in the table
 PEERS = 2  # nodes in the mean that a gossip step of one_peer_exponential takes
 
-Mixing = Literal["own", "mean", "coded mean", "gossip"]
+Mixing = Literal["own", "mean", "coded mean", "scaled coded mean", "gossip"]
 
 
 class Method(NamedTuple):
@@ -57,7 +58,8 @@ class Method(NamedTuple):
         build: the method for n nodes.
         state: how the optimizer's state is averaged.
         gradients: what a node's optimizer is given: the node's own gradient, the mean of all nodes (DDP), that mean with codes of 4 bits
-            (DDP with our hook), or the mean of two nodes by a gossip step of 4 bits.
+            (DDP with our hook), the same with scales that follow second moments (the hook with `optimizer=`), or the mean of two nodes by a
+            gossip step of 4 bits.
         corrects_noise: whether second moments are those that the mean gradient would have (`SecondMoments`).
     """
 
@@ -82,6 +84,7 @@ def local(n: int) -> Algorithm:
 METHODS: dict[str, Method] = {
     "DDP": Method(alone, gradients="mean"),
     "DDP, 4 bits": Method(alone, gradients="coded mean"),
+    "DDP, 4 bits, optimizer=": Method(alone, gradients="scaled coded mean"),
     "Parallel SGD": Method(lambda n: rumor.parallel_sgd(n, bits=BITS)),
     "Local SGD": Method(local),
     "Gossip-PGA": Method(pga),
@@ -101,10 +104,11 @@ METHODS: dict[str, Method] = {
 class Gradients:
     """Mixes the gradients of all nodes before the optimizer's step. The simulator's engine carries them, and counts their bytes."""
 
-    def __init__(self, sim: rumor.Simulator, mixing: Mixing):
-        self._engine, self._leaves, self._mixing = sim.engine, list(sim.parameters()), mixing
+    def __init__(self, sim: rumor.Simulator, mixing: Mixing, opt: torch.optim.Optimizer):
+        self._engine, self._leaves, self._mixing, self._opt = sim.engine, list(sim.parameters()), mixing, opt
         self._topology = rumor.one_peer_exponential(sim.n)
         self._left_out = torch.zeros_like(sim.X)
+        self._scales = torch.ones_like(sim.X[0])
 
     @torch.no_grad()
     def mix(self, k: int) -> None:
@@ -112,13 +116,23 @@ class Gradients:
         x = torch.cat([g.flatten(1) for g in grads], dim=1)  # [n, d]
         if self._mixing == "mean":
             pending = self._engine.mean([x], k)[0]
+        elif self._mixing == "scaled coded mean":
+            if k in (1, 2, 4, 8) or k % REFRESHED == REFRESHED - 1:
+                self._refresh_scales()
+            pending = self._engine.mean([x / self._scales], k, bits=BITS, left_out=[self._left_out])[0]
         elif self._mixing == "coded mean":
             pending = self._engine.mean([x], k, bits=BITS, left_out=[self._left_out])[0]
         else:
             pending = self._engine.gossip(x, self._topology, k, bits=BITS)
-        mixed = pending.wait().x.expand_as(x).split([g[0].numel() for g in grads], dim=1)
+        mixed = (pending.wait().x * self._scales).expand_as(x).split([g[0].numel() for g in grads], dim=1)
         for g, part in zip(grads, mixed, strict=True):
             g.copy_(part.view_as(g))
+
+    def _refresh_scales(self) -> None:
+        """Do what `rumor.ddp_hook` does. Second moments are the same on all nodes."""
+        scales = scales_of(torch.cat([self._opt.state[leaf]["exp_avg_sq"][0].flatten() for leaf in self._leaves]))
+        self._left_out.mul_(self._scales / scales)
+        self._scales = scales
 
 
 class SecondMoments:
@@ -178,7 +192,7 @@ def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Names
     opt = optimizer(options.optimizer, sim, model, lr)
     if method.state is not None:
         sim.average_state(opt, method.state)
-    gradients = None if method.gradients == "own" else Gradients(sim, method.gradients)
+    gradients = None if method.gradients == "own" else Gradients(sim, method.gradients, opt)
     moments = SecondMoments(opt, leaves, n / PEERS if method.gradients == "gossip" else n) if method.corrects_noise else None
     draw = torch.Generator().manual_seed(1_000 + seed)
     last, began = last_start(text, options.length), time.perf_counter()

@@ -601,7 +601,7 @@ def test_every_table_can_be_shown_before_it_is_run() -> None:
     text = "\n".join(f"<!-- table {word} -->\n<!-- end -->" for word in words)
     shown = filled_in(text, *stores())
     assert all(f"<!-- table {word} -->\n" in shown for word in words)
-    assert page.NOT_YET in shown.split("<!-- table 7-at-120-epochs -->")[1].split("<!-- end -->")[0]
+    assert page.NOT_YET in shown.split("<!-- table 7-without-smoothing -->")[1].split("<!-- end -->")[0]
 
 
 def test_results_of_120_epochs_make_their_table_verdicts_and_pictures(tmp_path: Path) -> None:

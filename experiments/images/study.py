@@ -96,6 +96,7 @@ TABLES = {
         ),
         seeds=5,
     ),
+    "bits again": Table(tuple(replace(PGA, bits=bits, split="dirichlet(0.3)") for bits in (32, 4)), seeds=10),
     "beyond": beyond(32, 50),
     "beyond small": beyond(16, 20),  # for --net mlp on a CPU
     "1": Table(TABLE_1, seeds=5),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -36,6 +37,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 STEP_TIMES = ROOT / "benchmarks" / "results" / "simulated-step.json"
 NOT_YET = "*Not run yet.*"
+TRAINED = "training accuracy, %"
 LR = TEXT_RECIPES["earlier"].lr
 CIFAR = ("cifar10", 50_000, "SmallResNet")  # the data, the training images and the network of the image tables
 TEXT_SIZE = "small"
@@ -54,6 +56,8 @@ def image_table(name: str, table: Table, store: Store) -> str:
         }
         if name == "labels":
             row["worst node"] = f"{100 * seeds.worst_node:.2f}"
+        trained = [curve[-1].trained for curve in seeds.curves if curve[-1].trained is not None]
+        row[TRAINED] = f"{100 * statistics.mean(trained):.2f}" if trained else "-"
         return row | _hours(name, table, seeds, paper, 2)
 
     def target_row_of(seeds: Seeds, parallel: Seeds | None, paper: Reported | None) -> tables.Row:
@@ -79,11 +83,12 @@ def nodes_table(table: Table, store: Store) -> str:
 
 
 def _table(name: str, table: Table, store: Store, row_of: Callable[[Seeds, Seeds | None, Reported | None], tables.Row]) -> str:
-    """A row for each run that has results. Columns for which the paper reports nothing are left out."""
+    """A row for each run that has results. Left out: what the paper does not report, and the training accuracy if some runs lack it."""
     found = compare.of_table(table, store)
     rows = [row_of(seeds, _parallel(seeds, found), reported(name, seeds.run)) for seeds in found]
-    unreported = {column for column in (rows[0] if rows else ()) if column.startswith("paper") and all(row[column] == "-" for row in rows)}
-    return tables.as_text([{k: v for k, v in row.items() if k not in unreported} for row in rows]) if rows else NOT_YET
+    left_out = {column for column in (rows[0] if rows else ()) if column.startswith("paper") and all(row[column] == "-" for row in rows)}
+    left_out |= {TRAINED} if any(row.get(TRAINED) == "-" for row in rows) else set()  # earlier runs have not recorded it
+    return tables.as_text([{k: v for k, v in row.items() if k not in left_out} for row in rows]) if rows else NOT_YET
 
 
 def _hours(name: str, table: Table, seeds: Seeds, paper: Reported | None, digits: int) -> tables.Row:
@@ -237,6 +242,8 @@ def filled_in(text: str, images: Store, words: Store, by_rate: Mapping[float, St
         "order-differs": lambda: verdicts.differing(images, words),
         "10": lambda: nodes_table(IMAGES["10"], images),
         "bits": lambda: bits_table(IMAGES["bits"], images),
+        "bits-again": lambda: bits_table(IMAGES["bits again"], images),
+        "11-bits": lambda: bits_table(TEXT["11 bits"], words),
         "rates": lambda: rates_table(by_rate),
         "gpu-minutes": lambda: time_line([(IMAGES, images), (TEXT, words), *others]),
         "simulated-step": step_line,
@@ -306,7 +313,8 @@ def main() -> None:
         draw_curves(found, measures, title, pictures / "figure-2.png")
     if periods := _recorded_periods(images):
         draw_periods(periods, "Gossip-AGA on CIFAR-10, 32 nodes: mean of the seeds", pictures / "periods.png")
-    if found := compare.of_table(TEXT["11"], words) or compare.of_table(TEXT["11 earlier"], words):
+    runs = [compare.of_table(TEXT[name], words) for name in ("11", "11 earlier")]
+    if found := max(runs, key=len):  # the earlier runs until those of today's LAMB are made
         title = f"BERT, 8 nodes, {bands}"
         draw_curves(found, ("training loss", "held-out loss"), title, pictures / "figure-3.png")
 
