@@ -1,6 +1,7 @@
 """Time to accuracy: trains Fashion-MNIST on hosts with slow links (bed.py), with Rumor's methods, DDP and other libraries.
 
     sudo python benchmarks/accuracy.py --data FOLDER                # half an hour on two cores; you can stop it at any time
+    sudo python benchmarks/accuracy.py --data FOLDER --network large        # a network with three times as many parameters; some methods
     sudo python benchmarks/accuracy.py --data FOLDER --hosts 8 --methods DDP OSGP "SGP (fairscale)"
     python benchmarks/accuracy.py --data FOLDER --loopback          # over loopback, unshaped: no root needed
     python benchmarks/accuracy.py --data FOLDER --quick             # a tiny run of everything
@@ -8,7 +9,8 @@
 First it finds the link rates at which an all-reduce takes 1.9 and 3.3 times as long as computing (the paper's Table 17), and times a step
 there. Then it trains every method with every seed. Last it times a step at the rates of the bandwidth curve. Finished runs are kept in
 --runs and are not measured again. It can't tell versions of the code apart, so use a new folder for a new version.
-It writes benchmarks/results/accuracy.json and the pictures; page.py makes the tables.
+It writes benchmarks/results/accuracy.json and the pictures (accuracy-large.json for the large network, without pictures); page.py makes
+the tables.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ ON_THE_PAGE = (
     *("DDP", "DDP, 4 bits", "DDP, bf16 hook", "DDP, PowerSGD hook", "Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-AGA", "Gossip-PGA"),
     *("Gossip-PGA, delay=1", "Gossip-PGA, 8 bits", "Gossip-PGA, 4 bits", "LocalSGD (torchft)"),
 )
+LARGE = ("DDP", "DDP, 4 bits", "DDP, bf16 hook", "Gossip-PGA, 4 bits")  # and no bandwidth curve, to save time
 QUICK = ("DDP", "Gossip-PGA", "Gossip-PGA, delay=1")
 QUICK_STEPS = 24
 CLOSE_ENOUGH = 0.05  # relative error of the ratio
@@ -57,10 +60,10 @@ class Study:
         self.data, self.seeds, self.hosts, self.quick = fashion.find(options.data), options.seeds, options.hosts, options.quick
         self.steps = QUICK_STEPS if options.quick else fashion.STEPS
         self.ratios: tuple[float | None, ...] = (None,) if options.loopback else RATIOS
-        self.chosen = options.methods
+        self.chosen, self.widths = options.methods, fashion.NETWORKS[options.network]
         every = contestants(max(self.hosts), self.steps)
         self.known = ("DDP", *(name for name in every if not name.startswith(("computing", "DDP, bucket")) and name != "DDP"))
-        settings = (fashion.WIDTHS, fashion.BATCH, fashion.LR, fashion.WARM_UP, fashion.H, fashion.AGA_WARM_UP, fashion.marks(self.steps))
+        settings = (self.widths, fashion.BATCH, fashion.LR, fashion.WARM_UP, fashion.H, fashion.AGA_WARM_UP, fashion.marks(self.steps))
         version = zlib.crc32(repr(settings).encode())
         self.folder = options.runs / f"{version:08x}"
 
@@ -95,7 +98,7 @@ class Study:
         """The files of the timings: our Table 17 and the bandwidth curve."""
         if None in self.ratios:
             return []
-        curve = [self.at_rate(rate) for rate in CURVE] if CURVE_HOSTS in self.hosts else []
+        curve = [self.at_rate(rate) for rate in CURVE] if CURVE_HOSTS in self.hosts and self.widths == fashion.NETWORKS["small"] else []
         return [self.at_ratio(hosts, ratio) for hosts in self.hosts for ratio in RATIOS] + curve
 
 
@@ -107,11 +110,12 @@ def on_all_hosts(bed: Bed, job: dict[str, Any], timeout: float) -> None:
         bed.run([sys.executable, str(HERE / "train_on_host.py"), str(file)], timeout, quiet)
 
 
-def time_steps(bed: Bed, data: Path, methods: Sequence[str], repeats: int) -> dict[str, Any]:
+def time_steps(bed: Bed, study: Study, methods: Sequence[str], repeats: int) -> dict[str, Any]:
     """Times a step of each method, and an all-reduce of the model."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
-        job = {"data": str(data), "methods": methods, "calls": 4 * fashion.H, "repeats": repeats, "out": str(out)}
+        job = {"data": str(study.data), "widths": study.widths, "methods": methods, "calls": 4 * fashion.H, "repeats": repeats}
+        job |= {"out": str(out)}
         on_all_hosts(bed, job, 900)
         found: dict[str, Any] = json.loads(out.read_text())
     return found
@@ -128,7 +132,7 @@ def find_rates(bed: Bed, study: Study, bar: tqdm) -> None:
         mbit = 1_200 / ratio  # a first guess
         for _ in range(3):
             bed.set_rate(f"{mbit:.0f}mbit")
-            seconds = time_steps(bed, study.data, ["computing alone"], 6)["seconds"]
+            seconds = time_steps(bed, study, ["computing alone"], 6)["seconds"]
             computing.append(seconds["computing alone"]["median"])
             found = seconds["all-reduce alone"]["median"] / statistics.median(computing)
             tqdm.write(f"{bed.label}: an all-reduce takes {found:.2f} times as long as computing; the goal is {ratio}")
@@ -136,7 +140,7 @@ def find_rates(bed: Bed, study: Study, bar: tqdm) -> None:
                 break
             mbit *= found / ratio
         bed.set_rate(f"{mbit:.0f}mbit")
-        timing = time_steps(bed, study.data, TIMED, 4)
+        timing = time_steps(bed, study, TIMED, 4)
         save(study.at_ratio(bed.hosts, ratio), {"hosts": bed.hosts, "ratio": ratio, "rate": bed.rate, **timing})
         bar.update()
 
@@ -157,7 +161,7 @@ def train(bed: Bed, study: Study, ratio: float | None, seed: int, bar: tqdm) -> 
             return
         bar.set_description(f"{bed.label}, seed {seed}")
         job = {"data": str(study.data), "steps": study.steps, "bucket": bucket, "hosts": bed.hosts, "ratio": ratio, "rate": bed.rate}
-        job |= {"seed": seed, "files": {method: str(files[method]) for method in missing}}
+        job |= {"seed": seed, "widths": study.widths, "files": {method: str(files[method]) for method in missing}}
         try:
             with counted([files[method] for method in missing], bar):
                 on_all_hosts(bed, job, 120 + 120 * len(missing))
@@ -205,7 +209,7 @@ def measure(study: Study) -> None:
             if study.at_rate(rate) in study.timings() and not study.at_rate(rate).exists():
                 bar.set_description(f"a step at {rate}")
                 with Bed(CURVE_HOSTS, rate) as bed:
-                    timing = time_steps(bed, study.data, TIMED, 2)
+                    timing = time_steps(bed, study, TIMED, 2)
                 save(study.at_rate(rate), {"hosts": CURVE_HOSTS, "rate": rate, **timing})
                 bar.update()
 
@@ -216,7 +220,7 @@ def collect(study: Study) -> dict[str, Any]:
     def there(files: Sequence[Path]) -> list[Any]:
         return [json.loads(file.read_text()) for file in files if file.exists()]
 
-    settings = {"parameters": fashion.bytes_of_model() // 4, "widths": fashion.WIDTHS, "batch": fashion.BATCH, "steps": study.steps}
+    settings = {"parameters": fashion.parameters_of(study.widths), "widths": study.widths, "batch": fashion.BATCH, "steps": study.steps}
     settings |= {"lr": fashion.LR, "H": fashion.H, "seeds": study.seeds, "machine": machine()}
     timings = there(study.timings())
     for timing in timings:
@@ -239,25 +243,26 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, help="folder with the four unpacked IDX files of Fashion-MNIST, also in a subfolder")
     parser.add_argument("--hosts", type=int, nargs="+", default=[4], help="numbers of hosts")
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
-    parser.add_argument("--methods", nargs="+", default=ON_THE_PAGE, help="methods, by their names in the tables")
+    parser.add_argument("--network", choices=list(fashion.NETWORKS), default="small", help="network to train")
+    parser.add_argument("--methods", nargs="+", help="methods, by their names in the tables (those of the page)")
     parser.add_argument("--loopback", action="store_true", help="train over loopback, unshaped, instead of at the two ratios")
     parser.add_argument("--quick", action="store_true", help="two hosts over loopback, two seeds, a few steps")
     parser.add_argument("--report", action="store_true", help="measure nothing; write the results and pictures of the finished runs")
     parser.add_argument("--runs", type=Path, default=Path("runs/accuracy"), help="folder for finished runs")
     parser.add_argument(
-        "--results", type=Path, help="file for the results (benchmarks/results/accuracy.json; with --loopback a file in --runs)"
+        "--results", type=Path, help="file for the results (benchmarks/results/accuracy[-large].json; with --loopback a file in --runs)"
     )
-    parser.add_argument("--pictures", type=Path, help="folder for the pictures (docs/performance; with --loopback --runs)")
+    parser.add_argument(
+        "--pictures", type=Path, help="folder for the pictures (docs/performance; for the large network or with --loopback: --runs)"
+    )
     options = parser.parse_args(arguments)
     if options.quick:
-        options.hosts, options.seeds, options.loopback, options.methods = (
-            [2],
-            2,
-            True,
-            list(QUICK) if options.methods is ON_THE_PAGE else options.methods,
-        )
-    options.results = options.results or (options.runs if options.loopback else HERE / "results") / "accuracy.json"
-    options.pictures = options.pictures or (options.runs if options.loopback else HERE.parent / "docs" / "performance")
+        options.hosts, options.seeds, options.loopback = [2], 2, True
+    large = options.network == "large"
+    options.methods = options.methods or (QUICK if options.quick else LARGE if large else ON_THE_PAGE)
+    file = "accuracy-large.json" if large else "accuracy.json"
+    options.results = options.results or (options.runs if options.loopback else HERE / "results") / file
+    options.pictures = options.pictures or (options.runs if options.loopback or large else HERE.parent / "docs" / "performance")
     if options.seeds < 2:
         parser.error(f"--seeds must be at least 2, for a standard error, got {options.seeds}")
     return options

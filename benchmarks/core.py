@@ -4,6 +4,7 @@
    as a copy does. The dense product W X is timed as well, if W fits.
 2. The Averager's own cost per step for 25 M parameters in 161 tensors (the shapes of a ResNet-50), relative to plain copies of the
    parameters. There are two ranks, and the transport is stubbed out: only packing, mixing and writing back are left.
+3. What messages of a few bits add to a gossip step, on one thread, for the 1.86 M parameters of docs/performance.md.
 
     make bench            writes benchmarks/results/core.json
 """
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 import rumor
 import rumor.engines.processes.process_group as engine_of_processes
 from measure import interleaved, machine, save
+from rumor.engines.codes import CODES
 from rumor.engines.processes.message import HEAD
 from rumor.engines.processes.transport import Transport
 
@@ -125,6 +127,29 @@ def averager_cost(repeats: int = 30) -> list[dict[str, Any]]:
     ]
 
 
+def code_cost(bits: int, d: int = 1_863_690, repeats: int = 40) -> dict[str, Any]:
+    """The milliseconds of one thread for each part of a gossip step with codes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    code, x, x_ref, difference = CODES[bits], torch.randn(d), torch.randn(d), torch.empty(d)
+    sent, received = (code.places(torch.zeros(code.nbytes(d), dtype=torch.uint8)) for _ in range(2))
+    code.encode(x, received)
+    parts: dict[str, Callable[[], object]] = {
+        "difference to the last global average": lambda: torch.sub(x, x_ref, out=difference),
+        "encode": lambda: code.encode(difference, sent),
+        "decode and mix": lambda: code.weighted_sum([received, sent], [0.5, -0.5], x),
+        "add to the model": lambda: x.add_(difference, alpha=1e-6),
+    }
+    seconds = interleaved(parts, repeats)
+    torch.set_num_threads(threads)
+    return {
+        "bits": bits,
+        "parameters": d,
+        "ms": {name: 1e3 * each for name, each in seconds.items()},
+        "total_ms": 1e3 * sum(seconds.values()),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("core.json"), help="JSON file for the results")
@@ -142,7 +167,11 @@ def main() -> None:
     print(f"{'step':>16} {'ms':>7} {'copies':>7} {'flat copies':>12}")
     for row in costs:
         print(f"{row['step']:>16} {row['ms']:7.1f} {row['copies']:7.2f} {row['flat_copies']:12.2f}")
-    save(out, {"machine": machine(), "stacked_ring": rings, "averager": costs})
+    codes = [code_cost(bits) for bits in (8, 4)]
+    print(f"\na gossip step with codes, {codes[0]['parameters']:,} parameters, one thread")
+    for row in codes:
+        print(f"{row['bits']} bits: {row['total_ms']:.2f} ms; " + ", ".join(f"{name} {ms:.2f}" for name, ms in row["ms"].items()))
+    save(out, {"machine": machine(), "stacked_ring": rings, "averager": costs, "codes": codes})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,10 @@ class Echo(Transport):
     def global_rank(self, member: int) -> int:
         return 0
 
-    def exchange(self, out: Tensor, receivers: Any, inbox: Any, tag: int) -> list[Any]:
+    def exchange(self, outbox: Iterable[tuple[Tensor, int]], inbox: Iterable[tuple[Tensor, int]], tag: int) -> list[Any]:
+        sent = [message for message, _ in outbox]
         for message, _ in inbox:
-            message.copy_(out)
+            message.copy_(sent[0])
         return []
 
 

@@ -91,7 +91,7 @@ def overhead(results: Results) -> str:
     """ms of a step without communication, with an all-reduce and with gossip; in brackets what they add. The paper's numbers come first."""
     names = list(dict.fromkeys(row["what"] for row in results["rows"]))
     rows = [["ms a step", *names], ["paper: ResNet-50, 32 nodes", "146", "424 (+278)", "296 (+150)", *["-"] * (len(names) - 3)]]
-    rows += [["paper: BERT-large, 32 nodes", "445", "1914 (+1469)", "1012 (+566)", *["-"] * (len(names) - 3)]]
+    rows += [["paper: BERT-large, 8 nodes", "445", "1914 (+1469)", "1012 (+566)", *["-"] * (len(names) - 3)]]
     for model, rate, hosts in dict.fromkeys((row["model"], row["rate"], row["hosts"]) for row in results["rows"]):
         found = {row["what"]: row for row in results["rows"] if (row["model"], row["rate"]) == (model, rate)}
         times = [(1e3 * found[name]["median"], 1e3 * found[name]["overhead"]) for name in names]

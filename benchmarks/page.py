@@ -34,7 +34,7 @@ what communication adds.
 """
 BLOCKS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {  # what makes a block of a page, and the results that it needs
     "headline": (sentences.headline, ("network-peers",)),
-    "headline-points": (sentences.points, ("accuracy", "network-resnet", "network-exchange", "network-step")),
+    "headline-points": (sentences.points, ("accuracy", "accuracy-large", "network-resnet", "network-exchange", "network-step")),
     "headline-steps": (network_tables.headline, ("network-peers",)),
     "exchange": (network_tables.exchange, ("network-exchange",)),
     "exchange-small": (sentences.small_messages, ("network-exchange",)),
@@ -48,6 +48,8 @@ BLOCKS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {  # what makes 
     "gpu-mixing": (network_tables.mixing, ("gpu",)),
     "gpu-host": (sentences.gpu, ("gpu",)),
     "accuracy-found": (sentences.to_target, ("accuracy",)),
+    "larger-found": (sentences.larger, ("accuracy-large",)),
+    "larger-to-target": (lambda results: accuracy_tables.to_target(results, 4), ("accuracy-large",)),
     "accuracy-over-links": (sentences.bandwidth, ("accuracy",)),
     "soak": (soak_tables.kept, ("soak",)),
     "soak-jobs": (soak_tables.jobs, ("soak",)),

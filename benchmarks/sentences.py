@@ -10,7 +10,7 @@ from typing import Any
 import accuracy_tables
 import reached
 from bed import LOOPBACK
-from limits import bytes_per_second, shown
+from limits import bytes_per_second, copies_sent, shown
 from network_tables import OURS, rates_of
 from pictures import of_rate
 
@@ -54,22 +54,29 @@ def headline(peers: Results) -> str:
     grows = ": the slower the link, the more" if all(slow > fast for slow, fast in pairwise(times)) else ""
     text = (
         f"On links of {shown(rates[0])} to {shown(rates[-1])}, a training step of Gossip-PGA with messages of 4 bits is\n"
-        f"**{span(times)} times as fast as a step of DDP**{grows}."
+        f"**{span(times)} times as fast as a step of DDP**{grows}. It sends 1/{_fewer_bytes(peers):.1f} of DDP's bytes."
     )
     if LOOPBACK in rates_of(peers):
         text += f" Over loopback, the fastest network that one machine has, it is {_times(peers, LOOPBACK, OURS):.2f} times as fast."
     return text
 
 
-def points(accuracy: Results, resnet: Results, exchange: Results, step: Results) -> str:
+def _fewer_bytes(peers: Results) -> float:
+    sent = [copies_sent(name, peers["hosts"], peers["H"]) for name in ("DDP", OURS)]
+    return sent[0] / sent[1]
+
+
+def points(accuracy: Results, large: Results, resnet: Results, exchange: Results, step: Results) -> str:
     """The other headlines: time to accuracy, a larger model, and the distance to the limit."""
     ratios = [timing for timing in accuracy["ratios"] if reached.pick(accuracy["runs"], ratio=timing["ratio"])]
     at = [f"{timing['seconds']['all-reduce alone']['median'] / timing['seconds']['computing alone']['median']:.1f}" for timing in ratios]
     gains = {name: listed(f"{gain:.1f}" for gain in gains_to_target(accuracy, name)) for name in (OURS, BF16)}
+    larger = listed(f"{gain:.1f}" for gain in gains_to_target(large, OURS))
     never = accuracy_tables.never_reached(accuracy)
     lines = [
         f"- **[Time to the same accuracy](#time-to-accuracy)** on Fashion-MNIST: {gains[OURS]} times as fast as DDP,\n"
-        f"  where an all-reduce takes {listed(at)} times as long as computing. DDP with bf16 gradients: {gains[BF16]} times."
+        f"  where an all-reduce takes {listed(at)} times as long as computing. DDP with bf16 gradients: {gains[BF16]} times.\n"
+        f"  With [a larger network](#a-larger-network), Gossip-PGA with 4 bits is {larger} times as fast as DDP, at similar ratios."
         + (f"\n  {called(never)} never reach that accuracy." if never else ""),
         *(_of_resnet(resnet, rate) for rate in rates_of(resnet)),
         _of_limits(exchange, step),
@@ -126,6 +133,20 @@ def to_target(accuracy: Results) -> str:
             *([f"- **{called(never)}** never reach the target."] if never else []),
             *([f"- **Some seeds miss the target**: {called(missed)}."] if missed else []),
         ]
+    )
+
+
+def larger(results: Results) -> str:
+    """What the study of the larger network shows."""
+    ours, bf16 = gains_to_target(results, OURS), gains_to_target(results, BF16)
+    never = accuracy_tables.never_reached(results)
+    size = f"{results['settings']['parameters'] / 1e6:.2f} M"
+    not_there = f" {called(never)} never {'reaches' if len(never) == 1 else 'reach'} it." if never else ""
+    return (
+        f"The same study with a network of {size} parameters and some of the methods. Its steps are longer, so the fixed cost of a\n"
+        f"message weighs less. Gossip-PGA with 4 bits reaches the target {listed(f'{gain:.2f}' for gain in ours)} times as fast as DDP,\n"
+        f"and {listed(f'{one / other:.2f}' for one, other in zip(ours, bf16, strict=True))} times as fast as DDP with bf16 gradients."
+        f"{not_there}\n{accuracy_tables.target_line(results)}"
     )
 
 

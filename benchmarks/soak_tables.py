@@ -84,4 +84,4 @@ def cost(results: Results) -> str:
     for rate in dict.fromkeys(row["rate"] for row in elastic):
         each = [f"{percent(row['cost'], '+.1')} ({row['what'].removesuffix(', elastic')})" for row in elastic if row["rate"] == rate]
         added.append(f"by {' and '.join(each)} at {shown(rate)}")
-    return f"Where nothing happens, the time of a step on {elastic[0]['hosts']} hosts changes {', '.join(added)}, beside a fixed group."
+    return f"While nothing fails, the time of a step on {elastic[0]['hosts']} hosts changes {', '.join(added)}, beside a fixed group."

@@ -22,7 +22,7 @@ from contestants import Contestant, WithRumor, ours, take_turns
 from measure import machine, save
 
 Batches = Iterator[tuple[Tensor, Tensor]]
-BUCKETS_MB = (0.25, 1, 4)  # values of DDP's bucket_cap_mb for a model of 1.2 MB; the fastest one counts
+BUCKETS_MB = (0.25, 1, 4)  # values of DDP's bucket_cap_mb for models of 1.2 and 3.8 MB; the fastest one counts
 TIMED = (
     "computing alone",
     *(f"DDP, bucket_cap_mb={size:g}" for size in BUCKETS_MB),
@@ -75,12 +75,12 @@ def accuracies(models: list[Tensor], network: nn.Module, test: tuple[Tensor, Ten
 def run(name: str, make: Callable[..., Contestant], data: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], job: dict[str, Any]) -> None:
     """Trains one method with one seed and writes its file."""
     n, rank, seed, steps = dist.get_world_size(), dist.get_rank(), job["seed"], job["steps"]
-    contestant = make(lambda: fashion.network(seed), lr=fashion.LR)
+    contestant = make(lambda: fashion.network(seed, job["widths"]), lr=fashion.LR)
     models, seconds = train(contestant, fashion.batches(data, fashion.BATCH // n, 1_000 * seed + rank), steps)
     rounds = contestant.averager.metrics.rounds if isinstance(contestant, WithRumor) else {}
     contestant.close()
     dist.all_reduce(seconds, dist.ReduceOp.MAX)  # the slowest host counts
-    accuracy = accuracies(models, fashion.network(seed), test, job["test images"])
+    accuracy = accuracies(models, fashion.network(seed, job["widths"]), test, job["test images"])
     if rank == 0:
         found = {"method": name, **{key: job[key] for key in ("hosts", "ratio", "rate", "seed")}, "rounds": dict(rounds)}
         found |= {"steps": fashion.marks(steps), "seconds": [round(s, 4) for s in seconds.tolist()], "accuracy": accuracy}
@@ -94,7 +94,7 @@ def train_all(job: dict[str, Any]) -> None:
     job["test images"] = len(test[1])
     test = (test[0][rank::n].clone(), test[1][rank::n].clone())
     made = contestants(n, job["steps"], job["bucket"], list(job["files"]))
-    warm = Contestant(lambda: fashion.network(seed))
+    warm = Contestant(lambda: fashion.network(seed, job["widths"]))
     for x, y in (batch for batch, _ in zip(fashion.batches(data, fashion.BATCH // n, 0), range(20), strict=False)):
         warm.step(x, y)  # torch's first calls are slow, and would count against the first method
     for name, make in made.items():
@@ -108,9 +108,9 @@ def time_all(job: dict[str, Any]) -> None:
     made = contestants(n, fashion.STEPS, wanted=job["methods"])
     steps: dict[str, Callable[[], object]] = {}
     for name, make in made.items():
-        contestant = make(lambda: fashion.network(0), lr=0.01)
+        contestant = make(lambda: fashion.network(0, job["widths"]), lr=0.01)
         steps[name] = lambda contestant=contestant: contestant.step(*next(batches))  # type: ignore[misc]
-    gradient = torch.randn(fashion.bytes_of_model() // 4)
+    gradient = torch.randn(fashion.parameters_of(job["widths"]))
     steps["all-reduce alone"] = lambda: dist.all_reduce(gradient)
     spread = take_turns(steps, job["calls"], job["repeats"], fashion.H)
     if rank == 0:

@@ -99,7 +99,7 @@ def test_a_rate_that_tc_does_not_know_is_one_line():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(("name", "tables"), list(zip(page.PAGES, (19, 4, 2), strict=True)))
+@pytest.mark.parametrize(("name", "tables"), list(zip(page.PAGES, (21, 4, 2), strict=True)))
 def test_the_pages_tables_are_those_of_the_results(name: str, tables: int):
     text = (ROOT / "docs" / name).read_text()
     assert len(re.findall("^<!-- table", text, re.M)) == tables
@@ -114,12 +114,14 @@ def test_a_new_measurement_changes_the_headline():
     rows = [
         row(rate, name, x) for rate, times in rates.items() for name, x in (("DDP, bucket_cap_mb=4", 1.0), (network_tables.OURS, times))
     ]
-    text = sentences.headline({"rows": rows})
+    text = sentences.headline({"rows": rows, "hosts": 4, "H": 6})
     assert "On links of 100 Mbit/s to 1 Gbit/s" in text
     assert "**2.0 to 4.0 times as fast as a step of DDP**: the slower the link, the more. " in text
     assert text.endswith("it is 0.90 times as fast.")
     rows[1]["times_as_fast_as_ddp"] = 5.0  # now more at 1 Gbit/s
-    assert "**4.0 to 5.0 times as fast as a step of DDP**. " in sentences.headline({"rows": rows})
+    assert "**4.0 to 5.0 times as fast as a step of DDP**. It sends 1/10.7 of DDP's bytes. " in sentences.headline(
+        {"rows": rows, "hosts": 4, "H": 6}
+    )
 
 
 def test_a_section_is_left_out_until_it_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
