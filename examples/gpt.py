@@ -123,7 +123,7 @@ def connect(
     averager = rumor.Averager(model, rumor.gossip_sgd(rumor.isolated), optimizer=opt)
     if options.method == "ddp":
         return ddp, averager, {}
-    hook = rumor.ddp_hook_state(bits=4, model=ddp)
+    hook = rumor.ddp_hook_state(bits=4, model=ddp, optimizer=opt)
     ddp.register_comm_hook(hook, rumor.ddp_hook)
     return ddp, averager, {"hook": hook}
 

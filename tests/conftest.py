@@ -48,6 +48,11 @@ def four(_alive: Callable[[int], Cluster]) -> Cluster:
 
 
 @pytest.fixture
+def five(_alive: Callable[[int], Cluster]) -> Cluster:
+    return _alive(5)
+
+
+@pytest.fixture
 def six(_alive: Callable[[int], Cluster]) -> Cluster:
     """Six processes: 2 nodes of 3 ranks, or 3 nodes of 2."""
     return _alive(6)

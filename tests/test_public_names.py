@@ -51,6 +51,7 @@ def test_names() -> None:
         (rumor.Simulator.step, "self losses=None lr=None"),
         (rumor.theory.C_beta, "beta H"),
         (rumor.theory.D_beta, "beta H"),
+        (rumor.theory.mean_mixing, "topology periods"),
         (rumor.theory.transient_stage, "algorithm iid=False regime=None"),
     ],
     ids=lambda value: getattr(value, "__qualname__", ""),
