@@ -128,7 +128,7 @@ def test_rumor_alone_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_shows_what_the_json_holds(run: Run) -> None:
-    code, page, _ = run(f"plan -n 32 {TIMES} --steps 18768 --period 6")
+    code, page, _ = run(f"plan -n 32 {TIMES} --steps 18768 --period 6 --all")
     found = json.loads(run(f"plan -n 32 {TIMES} --steps 18768 --period 6 --json")[1])
     assert code == 0
     assert found["recommendation"]["sentence"] in " ".join(page.split())
@@ -146,11 +146,24 @@ def test_the_table_shows_what_the_json_holds(run: Run) -> None:
     assert [round(row["hours"], 2) for row in rows[:4]] == [2.21, 1.0, 1.54, 1.65]
 
 
+def test_other_topologies_than_the_best_have_one_row_each(run: Run) -> None:
+    plan = f"plan -n 32 {TIMES}"
+    rows = json.loads(run(f"{plan} --json")[1])["predictions"]
+    page = run(plan)[1]
+    others = page[page.index("Gossip-PGA, on other topologies\n") : page.index("\nstep: ")].splitlines()[1:]
+    names = [line.split()[0].rstrip("*") for line in others if line]
+    assert names == [name.replace("-", "_") for name in TOPOLOGIES if name != "one-peer-exponential"]
+    ring = next(row for row in rows if (row["method"], row["topology"]) == ("Gossip-PGA", "ring"))
+    assert units.show_seconds(ring["seconds"]) in others[names.index("ring")]
+    assert "`--all` shows" in page
+    assert "`--all` shows" not in run(f"{plan} --all")[1]
+
+
 def test_iid_data_have_their_own_transient_stage(run: Run) -> None:
     rows = json.loads(run(f"plan -n 20 {LINK} --json")[1])["predictions"]
     ring = next(row for row in rows if (row["method"], row["topology"]) == ("Gossip SGD", "ring"))
-    assert f"{ring['transient_stage']:.1e}" in run(f"plan -n 20 {LINK}")[1]
-    assert f"{ring['transient_stage_iid']:.1e}" in run(f"plan -n 20 {LINK} --iid")[1]
+    assert f"{ring['transient_stage']:.1e}" in run(f"plan -n 20 {LINK} --all")[1]
+    assert f"{ring['transient_stage_iid']:.1e}" in run(f"plan -n 20 {LINK} --all --iid")[1]
     assert ring["transient_stage"] > ring["transient_stage_iid"]
 
 
@@ -258,7 +271,7 @@ def test_a_coordinator_that_can_not_listen_says_why(run: Run) -> None:
 @pytest.mark.parametrize("spelling", ["base_graph", "base-graph"])
 def test_topologies_are_read_in_both_spellings_and_shown_in_that_of_python(run: Run, spelling: str) -> None:
     plan = "plan -n 6 --parameters 25.5M --compute 146ms --all-reduce 278ms"
-    code, page, _ = run(f"{plan} --gossip {spelling}=150ms")
+    code, page, _ = run(f"{plan} --gossip {spelling}=150ms --all")
     assert code == 0
     assert "\nbase_graph\n" in page
     assert "\none_peer_exponential*\n" in page
@@ -294,9 +307,11 @@ def test_the_planning_page_shows_what_the_commands_print(run: Run, request: pyte
     def rewritten(block: re.Match[str]) -> str:
         out = printed(block["line"])
         if "\n...\n" in f"\n{block['shown']}":
-            head = "" if block["shown"].startswith("...") else out[: out.index("\n\nring\n") + 1]
-            first = "\nstep: " if "\nstep: " in block["shown"] else "\nTake "  # with the lines that explain the columns, or without
-            out = f"{head}...\n{out[out.index(first) + 1 :]}"
+            head = (
+                "" if block["shown"].startswith("...") else out[: out.index("\nstep: ") + 1]
+            )  # without the lines that explain the columns
+            advice = out[out.index("\nTake ") + 1 :]
+            out = f"{head}...\n{advice}"
         return block[0].replace(block["shown"], f"{out}\n")
 
     text = PLANNING.read_text()

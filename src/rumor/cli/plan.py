@@ -62,7 +62,8 @@ def add_plan(commands: Any) -> None:
     parser.add_argument("--max-period", type=nodes, metavar="H", help="longest H to recommend, for example to limit the transient stage")
     parser.add_argument("--iid", action="store_true", help="assume that all nodes draw from the same data, for the transient stage")
     parser.add_argument("--out", metavar="FILE", help="also draw the times of a step into FILE.png, .svg or .pdf (needs matplotlib)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--all", action="store_true", help="print every method on every topology")
+    parser.add_argument("--json", action="store_true", help="print JSON, which always has every method on every topology")
     parser.set_defaults(run=run)
 
 
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out:
         title = f"{inputs.n} nodes, {show_count(inputs.workload.parameters)} parameters; {inputs.source}"
         draw_plan(rows, chosen, inputs.workload.compute, title, options.out)
-    print(json_page(inputs, rows, advice) if options.json else page(inputs, rows, chosen, advice, options.iid))
+    print(json_page(inputs, rows, advice) if options.json else page(inputs, rows, chosen, advice, options.iid, options.all))
     if options.out and not options.json:
         print(f"\nwrote {options.out}")
     return 0

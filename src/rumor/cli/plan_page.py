@@ -12,6 +12,7 @@ from rumor.cost import Measured, Network, Prediction, Recommendation, Workload
 from rumor.cost.network import in_python
 from rumor.probe import Probe
 
+HEAD = ("method", "H", "step", "at best", "sent", "hours", "transient", "")
 LESS_NEEDED = ("at best", "sent", "transient", "hours")  # columns that a narrow terminal has no room for, the first ones first
 LEGEND = {  # by column
     "at best": "with perfect overlap (delay=1, or DDP's buckets), where OSGP is between `step` and this.",
@@ -53,15 +54,20 @@ def json_page(inputs: Inputs, rows: list[Prediction], advice: Recommendation) ->
     return json.dumps(found, indent=1)
 
 
-def page(inputs: Inputs, rows: list[Prediction], chosen: Prediction | None, advice: Recommendation, iid: bool) -> str:
-    """Returns what `rumor plan` prints."""
+def page(inputs: Inputs, rows: list[Prediction], chosen: Prediction | None, advice: Recommendation, iid: bool, shows_all: bool) -> str:
+    """Returns what `rumor plan` prints. `shows_all`: every row; else other topologies than the best have one row each."""
     w = inputs.workload
+    others = [] if shows_all else _on_other_topologies(rows, chosen, advice)
+    shown = [row for row in rows if row.topology is None or row.topology not in {other.topology for other in others}]
     head = (
         f"{inputs.n} nodes, {show_count(w.parameters)} parameters of {w.bytes_per_parameter:g} bytes ({show_bytes(w.bytes)}), "
         f"{show_seconds(w.compute)} of computing, {w.steps:,} steps; {inputs.source}"
     )
-    text, left_out = fitted(*_table(rows, chosen, iid), LESS_NEEDED, columns(sys.stdout))
-    lines = [paragraph(head), "", text, "", *(paragraph(line) for line in _legend(rows, iid, inputs.network, left_out)), ""]
+    text, left_out = fitted(HEAD, [*_by_topology(shown, chosen, iid), *_others(others, rows, iid)], LESS_NEEDED, columns(sys.stdout))
+    legend = _legend(rows, iid, inputs.network, left_out)
+    if others:
+        legend.append("`--all` shows every method on every topology.")
+    lines = [paragraph(head), "", text, "", *map(paragraph, legend), ""]
     return "\n".join([*lines, *advice_lines(advice, inputs.measured_by), *map(_remark, advice.notes)])
 
 
@@ -93,25 +99,49 @@ def _legend(rows: list[Prediction], iid: bool, network: Network, left_out: list[
     return [*lines, *(f"* {note}" for note in notes)]
 
 
-def _table(rows: list[Prediction], chosen: Prediction | None, iid: bool) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The head and the lines. A line with a topology alone is above its rows."""
-    head = ("method", "H", "step", "at best", "sent", "hours", "transient", "")
-    has_measured, lines, last = any(row.is_measured for row in rows), list[tuple[str, ...]](), None
+def _on_other_topologies(rows: list[Prediction], chosen: Prediction | None, advice: Recommendation) -> list[Prediction]:
+    """Gossip-PGA as it is recommended, or compared with DDP, on each topology but the best: one row each."""
+    kind = ("Gossip-PGA", advice.bits, 0, False)
+    alike = [row for row in rows if (row.method, row.bits, row.delay, row.is_elastic) == kind]
+    if not alike:
+        return []
+    best = chosen.topology if chosen and chosen.topology else min(alike, key=lambda row: (not row.is_measured, row.seconds)).topology
+    by_topology = {row.topology: row for row in reversed(alike)}  # the first row of each
+    return [by_topology[name] for name in dict.fromkeys(row.topology for row in alike) if name != best]
+
+
+def _by_topology(rows: list[Prediction], chosen: Prediction | None, iid: bool) -> list[tuple[str, ...]]:
+    """The lines of the table. A line with a topology alone is above its rows."""
+    lines, last = list[tuple[str, ...]](), None
     for row in rows:
         if row.topology and row.topology != last:
-            lines += [(), (f"{in_python(row.topology)}{'*' if row.note else ''}",)]
-        stage = row.transient_stage_iid if iid else row.transient_stage
-        lines.append(
-            (
-                f"  {row.label}",
-                "-" if row.H is None else str(row.H),
-                f"{'~' if has_measured and not row.is_measured else ''}{show_seconds(row.seconds)}",
-                show_seconds(row.seconds_overlapped),
-                show_bytes(row.bytes),
-                f"{row.hours:.2f}" if row.hours < 1000 else f"{row.hours:,.0f}",
-                "-" if stage is None else f"{stage:.1e}" if stage else "0",
-                "<" if row is chosen else "",
-            )
-        )
+            lines += [(), (_starred(row),)]
+        lines.append(_cells(row, row.label, rows, iid, "<" if row is chosen else ""))
         last = row.topology
-    return head, lines
+    return lines
+
+
+def _others(others: list[Prediction], rows: list[Prediction], iid: bool) -> list[tuple[str, ...]]:
+    if not others:
+        return []
+    return [(), (f"{others[0].label}, on other topologies",), *(_cells(row, _starred(row), rows, iid) for row in others)]
+
+
+def _starred(row: Prediction) -> str:
+    """The topology, with a star if there is a note about it."""
+    return f"{in_python(row.topology or '')}{'*' if row.note else ''}"
+
+
+def _cells(row: Prediction, label: str, rows: list[Prediction], iid: bool, mark: str = "") -> tuple[str, ...]:
+    is_sum = not row.is_measured and any(each.is_measured for each in rows)
+    stage = row.transient_stage_iid if iid else row.transient_stage
+    return (
+        f"  {label}",
+        "-" if row.H is None else str(row.H),
+        f"{'~' if is_sum else ''}{show_seconds(row.seconds)}",
+        show_seconds(row.seconds_overlapped),
+        show_bytes(row.bytes),
+        f"{row.hours:.2f}" if row.hours < 1000 else f"{row.hours:,.0f}",
+        "-" if stage is None else f"{stage:.1e}" if stage else "0",
+        mark,
+    )
