@@ -45,8 +45,8 @@ def test_the_period_of_gossip_pga_is_6_unless_it_is_given() -> None:
 
 
 REFUSED = {
-    "gossip_pga(rnig)": r"there is no 'rnig', but there are ring, grid, .*; parallel_sgd, .* \(methods\); Never, ",
-    "gossip(ring)": "there is no 'gossip', but there are ",
+    "gossip_pga(rnig)": r"there is no 'rnig'. Did you mean ring\? There are ring, grid, .*; parallel_sgd, .* \(methods\); Never, ",
+    "gossip(ring)": "there is no 'gossip'. Did you mean gossip_sgd",
     "gossip_pga(ring, h=6)": "gossip_pga: got an unexpected keyword argument 'h'; it takes topology, H, delay, average_rounds, bits",
     "slowmo(ring)": "slowmo: missing a required argument: 'H'; it takes topology, H, momentum",
     "gossip_pga(ring, H=0)": "H must be a whole number >= 1, got H=0",
@@ -56,7 +56,7 @@ REFUSED = {
     "gossip_pga(partial(slowmo, 3))": "partial takes a topology and its options",
     "gossip_pga(ring": 'write it as in Python, "gossip_pga',
     "": 'write it as in Python, "gossip_pga',
-    "gossip_pga(one-pear-exponential)": "there is no 'one_pear_exponential', but there are .* one_peer_exponential",
+    "gossip_pga(one-pear-exponential)": "there is no 'one_pear_exponential'. Did you mean one_peer_exponential",
     "gossip_pga(ring, H=6-ring)": "6 - ring is neither a number nor a name",
     "gossip_sgd(from_matrix(3))": "a graph or a matrix of your own can't be read from text",
     "x" * 2000: "a text of 2000 characters",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
 import re
 from collections.abc import Callable
@@ -98,7 +99,9 @@ def _known(node: ast.Name | ast.Attribute) -> Callable[..., Any]:
     if plain not in KNOWN:
         kinds = (("topologies", TOPOLOGIES), ("methods", FUNCTIONS), ("schedules", SCHEDULES))
         there = "; ".join(f"{_names(group)} ({kind})" for kind, group in kinds)
-        raise ValueError(f"there is no {name!r}, but there are {there}{_on_matrices(name)}")
+        near = difflib.get_close_matches(plain, KNOWN, n=1)
+        meant = f". Did you mean {near[0]}? There" if near else ", but there"
+        raise ValueError(f"there is no {name!r}{meant} are {there}{_on_matrices(name)}")
     return KNOWN[plain]
 
 
