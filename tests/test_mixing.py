@@ -179,7 +179,8 @@ def test_the_mean_does_not_drift_in_single_precision(topology: rumor.Topology, m
         x += change
         algorithm.step(nodes, state, None, None)
     algorithm.finish(nodes, state)
-    assert (x.double().mean(dim=0) - moved).mean().abs() < 3e-6  # 3e-5 with plainly rounded weights
+    # on some processors, the order of roundings alone moves it by 5e-6
+    assert (x.double().mean(dim=0) - moved).mean().abs() < 1e-5  # 2.5e-5 or more on a ring with plainly rounded weights
 
 
 def test_garbage_in_the_scratch_does_not_leak_into_the_next_step() -> None:
