@@ -1,10 +1,12 @@
 """Codes of a few bits: what they are, and what methods that send them keep."""
 
+import gc
 import itertools
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import rumor
@@ -14,7 +16,7 @@ from rumor.engines.codes import BLOCK, CODES, blocks_of, owned_by_each
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.methods import Nodes
 from rumor.model.buckets import FlatBuckets
-from tests.cluster import Cluster
+from tests.cluster import Cluster, bytes_in_use
 from tests.problems import N, flat
 from tests.test_mixing import mass
 
@@ -399,3 +401,54 @@ def test_two_copies_of_the_parameters_are_all_that_codes_keep() -> None:
     sim = rumor.Simulator(nn.Linear(100, 100), rumor.gossip_pga(rumor.ring, H=6, bits=4), n=4)
     kept = sum(tensor.numel() for tensors in sim._runner.state.buckets.values() for tensor in tensors)
     assert kept == 2 * sim.X.numel()
+
+
+def one_rank_reads(rank: int, bits: int, how: str) -> float:
+    """Rank 0 alone waits for the global average that is under way, then all meet. Returns the consensus distance at the end."""
+    torch.manual_seed(rank)
+    model = nn.Linear(100, 30)
+    method = rumor.gossip_pga(rumor.ring, H=2, bits=bits, delay=int(how == "delay"))
+    averager = rumor.Averager(model, method, lazy=how != "delay")
+    for _ in range(3 if how == "delay" else 2):  # with delay=1, it has left at the end of the step before
+        model.weight.data.add_(torch.randn(30, 100))
+        averager.step()
+    if rank == 0 and how == "lazy, forward":
+        model(torch.zeros(1, 100))
+    elif rank == 0:
+        averager.state_dict()
+    dist.barrier()  # the others come here without waiting for it
+    averager.step()
+    averager.finish()
+    return averager.consensus_distance()
+
+
+@pytest.mark.parametrize("how", ["delay", "lazy", "lazy, forward"])
+@pytest.mark.parametrize("bits", [32, 16, 8, 4])
+def test_an_average_needs_nobody_to_wait_for_it(four: Cluster, bits: int, how: str) -> None:
+    assert max(four.run(one_rank_reads, bits, how)) < 1e-10
+
+
+def test_one_node_alone_rounds_nothing() -> None:
+    sim = rumor.Simulator(nn.Linear(30, 20), rumor.parallel_sgd(bits=4), n=1)
+    moved = torch.randn_like(sim.X)
+    for leaf, part in zip(sim.parameters(), torch.split(moved, [600, 20], dim=1), strict=True):
+        leaf.data.add_(part.view_as(leaf))
+    before = sim.X.clone()
+    sim.step()
+    assert torch.allclose(sim.X, before, atol=1e-6)
+    assert sim.metrics.bytes_sent == 0
+
+
+def bytes_left_by_averages(rank: int) -> int:
+    """Averages tensors that are not buckets of a method, as a method of a user's own may do. Returns the bytes that 20 averages leave."""
+    engine = rumor.Averager(nn.Linear(2, 2), rumor.parallel_sgd()).engine
+    x, left_out, in_use = torch.randn(100_000), [torch.zeros(100_000)], []
+    for k in range(22):
+        engine.mean([x], k, bits=4, left_out=left_out)[0].wait()
+        gc.collect()
+        in_use.append(bytes_in_use())
+    return in_use[-1] - in_use[1]
+
+
+def test_averages_of_other_tensors_leave_no_memory(four: Cluster) -> None:
+    assert max(four.run(bytes_left_by_averages)) < 400_000

@@ -1,6 +1,7 @@
 """DDP with gradients in a few bits."""
 
 import csv
+import os
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,37 @@ def test_an_overflow_on_one_rank_is_seen_by_all(four: Cluster) -> None:
     assert four.run(with_overflow) == [(True, True)] * N
 
 
+def gradients_of(rank: int, bits: int, dtype: torch.dtype, sizes: list[float]) -> list[Tensor]:
+    """The averaged gradients, if rank 1 has gradients of these sizes, step by step, and the others of size 1."""
+    torch.manual_seed(rank)
+    ddp = DistributedDataParallel(nn.Linear(600, 1, bias=False).to(dtype))
+    ddp.register_comm_hook(rumor.ddp_hook_state(bits=bits), rumor.ddp_hook)
+    found = []
+    for size in sizes:
+        ddp.zero_grad()
+        x = (torch.rand(1, 600, dtype=dtype) + 0.5) * (size if rank == 1 else 1.0)
+        ddp(x.clamp(max=torch.finfo(dtype).max)).sum().backward()  # the gradient is the input
+        found.append(flat_gradient(ddp).clone())
+    return found
+
+
+@pytest.mark.parametrize(("bits", "dtype", "size"), [(16, torch.float32, 3e38), (4, torch.float64, 1e300), (8, torch.float64, 1e39)])
+def test_a_number_too_large_for_its_code_is_nan_on_all_ranks_once(four: Cluster, bits: int, dtype: torch.dtype, size: float) -> None:
+    for before, there, after in four.run(gradients_of, bits, dtype, [1.0, size, 1.0]):
+        assert before.isfinite().all()
+        assert there.isnan().all()
+        assert after == pytest.approx(torch.ones(600), abs=0.6)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_spike_does_not_drown_the_gradients_after_it(four: Cluster, bits: int) -> None:
+    """What a code leaves out of a spike is larger than a usual gradient."""
+    for _, spike, first, second in four.run(gradients_of, bits, torch.float32, [1.0, 1e5, 1.0, 1.0]):
+        assert spike.norm() > 1e4
+        assert first.norm() < 2 * 600**0.5
+        assert second == pytest.approx(torch.ones(600), abs=1.0)
+
+
 def resumed(rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """The model after 12 steps, without interruption, resumed after 6, and resumed without the hook's state."""
     found = []
@@ -323,6 +355,35 @@ def mistakes(rank: int) -> list[str]:
     with pytest.raises(ValueError, match=r"has 7 numbers of 0.weight, but the model here has 30 numbers"):
         rumor.ddp_hook_state(bits=4, model=network()).load_state_dict({"left_out": {"0.weight": torch.zeros(7)}})
     return found
+
+
+def loads(rank: int) -> tuple[int, list[str]]:
+    """One rank alone loads its state. Returns the number of open files that 20 states leave, and errors."""
+    ddp, state = model_in_ddp(4)
+    x, y = (part[0, rank] for part in batches(1))
+    for k in range(3):
+        loss_fn(ddp, x.float(), y).backward()
+        if k == 1 and rank == 1:
+            saved = state.state_dict()
+            assert set(saved["left_out"]) == {name for name, _ in ddp.module.named_parameters()}
+            state.load_state_dict(saved)
+    open_before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        rumor.ddp_hook_state(bits=4)
+    left = len(os.listdir("/proc/self/fd")) - open_before
+    found = []
+    for wrong in ({}, None):
+        with pytest.raises(ValueError, match=r"this is not a state of rumor.ddp_hook: load what state_dict") as error:
+            state.load_state_dict(wrong)  # type: ignore[arg-type]
+        found.append(str(error.value))
+    state._model = network()
+    with pytest.raises(ValueError, match="another model than DDP trains") as error:
+        state.state_dict()
+    return left, [*found, str(error.value)]
+
+
+def test_states_of_the_hook_load_on_their_own_and_leave_no_files_open(four: Cluster) -> None:
+    assert all(left == 0 and len(errors) == 3 for left, errors in four.run(loads))
 
 
 def wrong_optimizers(rank: int) -> list[str]:

@@ -122,7 +122,7 @@ def test_the_difference_of_accuracies_is_that_of_the_numbers_shown() -> None:
         ("--method adam", "there is no method 'adam': choose from parallel_sgd"),
         ("--method gossip_pga gossip-pga", "name each method once"),
         ("--method", "expected at least one argument"),
-        ("--method gossip_pga(rnig)", "'gossip_pga(rnig)' can't be read as a method: there is no 'rnig'. Did you mean ring? There are ring, "),
+        ("--method gossip_pga(rnig)", "'gossip_pga(rnig)' can't be read as a method: there is no 'rnig'. Did you mean ring? "),
         ("--method gossip_pga(ring(3)) --nodes 4", "this topology is for n=3 nodes, but the group has 4"),
         ("--H 0", "--H must be a whole number >= 1"),
         ("--H -3", "--H must be a whole number >= 1"),

@@ -4,7 +4,8 @@
     ddp.register_comm_hook(rumor.ddp_hook_state(bits=4), rumor.ddp_hook)
 
 DDP's steps stay as they are, for any optimizer; only the messages are smaller. What the codes leave out of a gradient is added to the next
-one (error feedback), so nothing is lost over time.
+one (error feedback), so nothing is lost over time. The exception is a gradient that is much larger than the next one: what codes leave out
+of it would drown the next ones, so it is scaled down to sqrt(n) times the norm of the next gradient.
 
 Adam divides each number of a gradient by the root of its second moment v. So for Adam, an error counts relative to that root, but the error
 of a code is the same for all numbers of a block. With `optimizer=`, gradients are divided by scales that follow sqrt(v) before they are
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from rumor.engines.codes import CODES, as_blocks
 from rumor.engines.engine import Buffer, accumulator
@@ -29,7 +31,7 @@ from rumor.engines.processes import handshake
 from rumor.engines.processes.alarm import Alarm, DeviceAlarm
 from rumor.engines.processes.channel import Scratch
 from rumor.engines.processes.coded_mean import CodedMean, Shares
-from rumor.engines.processes.transport import GradBucket, Group, Transport, group_like
+from rumor.engines.processes.transport import GradBucket, Group, Transport, shared_group_like
 from rumor.metrics import Metrics
 from rumor.version import VERSION
 
@@ -68,10 +70,19 @@ class _Memory:
         return dict(zip(map(id, self._parameters), _parts(left_out, self._parameters), strict=True))
 
     def take_over(self, parts: dict[int, Tensor]) -> None:
-        """Begin with what was left out before."""
+        """Go on from what was left out of each parameter's gradients; nothing, if `parts` does not have it."""
+        self.left_out.zero_()
         for parameter, part in zip(self._parameters, _parts(self.left_out, self._parameters), strict=True):
-            if (before := parts.get(id(parameter))) is not None:
+            if (before := parts.pop(id(parameter), None)) is not None:
                 part.copy_(before)
+        if self.scales is not None:
+            self.left_out.div_(self.scales)
+
+    def limit(self, own: Tensor, at_most: float) -> None:
+        """Scale what was left out down to at most so many times the norm of `own`, this rank's gradient. Usually it is far below."""
+        size, rest = torch.stack([torch.linalg.vector_norm(x, dtype=self.left_out.dtype) for x in (own, self.left_out)]).tolist()
+        if rest > at_most * size > 0:
+            self.left_out.mul_(at_most * size / rest)
 
     def refresh_scales(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count a round, and take the scales from the optimizer's second moments at times. All ranks do so in the same rounds."""
@@ -116,7 +127,7 @@ class DDPHookState:
             raise TypeError(f"model= must be the model in DDP, got {model!r}")
         if group is None:
             group = getattr(model, "process_group", None)
-        self._transport = Transport(group_like(group), self.metrics)
+        self._transport = Transport(shared_group_like(group), self.metrics)
         kind = "none" if optimizer is None else type(optimizer).__name__
         handshake.agree(
             self._transport, {"number of bits of the hook": str(bits), "optimizer of the hook": kind, "version of rumor": VERSION}
@@ -141,8 +152,12 @@ class DDPHookState:
             future.set_result(self._averaged(gradient, memory, k))
             return future
 
+        ready = torch.cuda.current_stream(gradient.device).record_event() if gradient.is_cuda else None
+
         def run() -> None:
             try:
+                if ready is not None:  # the backward pass may run on another stream than this thread
+                    torch.cuda.current_stream(gradient.device).wait_event(ready)
                 future.set_result(self._averaged(gradient, memory, k))
             except Exception as error:  # DDP raises it when it waits for the bucket
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's annotation is wrong
@@ -158,14 +173,17 @@ class DDPHookState:
         own = torch.where(is_bad, 0.0, gradient) if bool(is_bad) else gradient
         if memory.scales is not None:
             own = own / memory.scales
+        memory.limit(own, self._transport.n**0.5)
         checksums = torch.tensor([memory.checksum, memory.checksum**2], dtype=torch.float64, device=gradient.device)
         scalars = torch.cat([is_bad.to(torch.float64).reshape(1), checksums])
         transport = self._transport
         alarm = Alarm(transport.n) if transport.sends_from_host else DeviceAlarm(transport.n, transport.device)
-        total = CodedMean(transport, alarm, memory.shares, [Buffer(own)], [memory.left_out], k, DOING, scalars, self._of_thread.scratch)
+        total = CodedMean(
+            transport, alarm, memory.shares, [Buffer(own)], [memory.left_out], k, DOING, scalars, self._of_thread.scratch, raises=False
+        )
         total.post()
         bad_ranks, mean, mean_of_squares = total.arrive().tolist()
-        if bad_ranks > 0:
+        if bad_ranks > 0 or total.is_alarmed:  # the latter: a number is too large for its code, or with what was left out before
             memory.left_out.zero_()
             return gradient.fill_(torch.nan)
         if mean_of_squares - mean**2 > (SAME * mean) ** 2 + 1e-15:  # the variance, so that all ranks decide alike
@@ -181,7 +199,7 @@ class DDPHookState:
             for old in [other for other in self._memories if set(other) & set(key)]:
                 self._waiting |= self._memories.pop(old).parts()
             self._memories[key] = memory = _Memory(self._transport, bucket, self.bits)
-            memory.take_over({one: self._waiting.pop(one) for one in key if one in self._waiting})
+            memory.take_over(self._waiting)
             if self._optimizer is not None:
                 trained = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
                 self._knows_model = self._knows_model or not trained.isdisjoint(key)
@@ -193,22 +211,29 @@ class DDPHookState:
         """Return what was left out so far, by the name of the parameter. Each rank has its own."""
         parts = {one: part for memory in self._memories.values() for one, part in memory.parts().items()} | self._waiting
         named = self._named_parameters("state_dict()")
+        if parts.keys() - {id(p) for p in named.values()}:
+            raise ValueError("model= of ddp_hook_state() is another model than DDP trains: give it the model in DDP")
         return {"bits": self.bits, "left_out": {name: parts[id(p)].clone() for name, p in named.items() if id(p) in parts}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, which this rank has saved."""
+        if not isinstance(state, dict) or not isinstance(state.get("left_out"), dict):
+            raise ValueError(f"this is not a state of rumor.ddp_hook: load what state_dict() returned, got {type(state).__name__}")
         named = self._named_parameters("load_state_dict()")
         for name, saved in state["left_out"].items():
             if name not in named or named[name].numel() != saved.numel():
                 there = "no such parameter" if name not in named else f"{named[name].numel()} numbers"
                 raise ValueError(f"this state has {saved.numel()} numbers of {name}, but the model here has {there}")
-        self._memories.clear()
         self._waiting = {id(named[name]): saved for name, saved in state["left_out"].items()}
+        for memory in self._memories.values():  # the other ranks keep theirs, and all must have the same messages
+            memory.take_over(self._waiting)
 
     def _named_parameters(self, what: str) -> dict[str, nn.Parameter]:
+        """Return the parameters by their names in the model itself, whether it was given in DDP or not."""
         if self._model is None:
             raise ValueError(f"{what} needs the names of the parameters: build the state with ddp_hook_state(bits={self.bits}, model=ddp)")
-        return dict(self._model.named_parameters())
+        model = self._model.module if isinstance(self._model, DistributedDataParallel) else self._model
+        return dict(model.named_parameters())
 
 
 def ddp_hook_state(

@@ -118,6 +118,7 @@ class Averager:
         except (TypeError, ValueError) as error:
             problem = error  # the others are told, so that they do not wait for this rank
         node.agree(setup, problem)
+        engine.averages_ahead = lazy or algorithm.delay > 0
         self.replica = Replica(model, state, average_state)
         self.replica.attach(engine, node, algorithm)
         if lazy:
@@ -207,8 +208,7 @@ class Averager:
 
     def _step(self, loss: Tensor | float | None, lr: float | None) -> None:
         if self._elastic is not None:
-            self._elastic.step(loss, lr)
-            return
+            return self._elastic.step(loss, lr)
         if not self._lazy:
             self.replica.begin(loss, lr)
             self.replica.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Channel(Buffer):
         self.owed: set[int] = set()
         self.task: Future[None] | None = None
         self.coded: dict[int, CodedChannel] = {}  # by the number of bits
+        self.shares: dict[tuple[int, ...], Any] = {}  # coded_mean.Shares of averages whose first bucket this is
         self._total: Message | None = None
 
     def inbox(self, count: int) -> list[Message]:

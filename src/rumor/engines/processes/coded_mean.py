@@ -7,6 +7,7 @@ all. So 2 (n - 1)/n codes of the model leave a node, and all nodes end with bitw
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 import torch
@@ -82,6 +83,11 @@ class CodedMean:
         scalars: numbers of this node.
         scratch: memory for decoded codes.
         raises: False if the ranks of a node have to learn of an alarm before they raise.
+        helper: a thread that does this node's part of the average while the node goes on, so that nobody waits until it calls
+            `arrive`. If None, `arrive` does it.
+
+    Attributes:
+        is_alarmed: once it has arrived: whether some node's numbers were not finite.
     """
 
     def __init__(
@@ -96,13 +102,15 @@ class CodedMean:
         scalars: Tensor | None,
         scratch: Scratch,
         raises: bool = True,
+        helper: Executor | None = None,
     ):
         self.transport, self.alarm, self.shares, self.xs, self.left_out = transport, alarm, shares, xs, left_out
-        self.k, self.doing, self.scalars, self.scratch, self.raises = k, doing, scalars, scratch, raises
-        self.works: list[Work] = []
-        self._later: list[Work] = []  # receives of the second exchange, posted before the first has ended
+        self.k, self.doing, self.scalars, self.scratch, self.raises, self.helper = k, doing, scalars, scratch, raises, helper
+        self._codes: list[Work] = []  # of the first exchange
+        self._means: list[Work] = []  # of the second
+        self._help: Future[None] | None = None
         self._mean_of_scalars: Tensor | None = None  # once the average has arrived
-        self._is_alarmed = False
+        self.is_alarmed = False
 
     def post(self) -> None:
         """Send the codes of `xs` + `left_out` to the owners. What the codes leave out stays in `left_out`."""
@@ -119,7 +127,12 @@ class CodedMean:
             message.tell_news(self.transport.has_news)
             if self.scalars is not None:
                 message.scalars(self.scalars.numel()).copy_(self.scalars)
-        self._exchange(self.shares.out, self.shares.inbox, self.shares.tags[0])
+        self._codes = self._exchange(self.shares.out, self.shares.inbox, self.shares.tags[0])
+        if self.transport.sends_from_host:  # before the codes are here, so that owners need not wait to send
+            self._means = self.transport.call(self._receive_means, self.doing)
+            self.transport.track(self.shares.tags[1], self._means, self.shares)
+        if self.helper is not None:
+            self._help = self.helper.submit(self._average_and_send)
 
     def _receive_means(self) -> list[Work]:
         return [self.transport.receive(self.shares.means[node].whole, peer, self.shares.tags[1]) for node, peer in self._peers()]
@@ -127,30 +140,39 @@ class CodedMean:
     def arrive(self) -> Tensor:
         """Wait for the average, and return that of the scalars. Every bucket calls it; only the first has to wait."""
         if self._mean_of_scalars is None:
-            if self.transport.sends_from_host:  # so that owners need not wait to send (NCCL needs receives together with sends)
-                self._later = self.transport.call(self._receive_means, self.doing)
-                self.transport.track(self.shares.tags[1], self._later, self.shares)
-            self._wait(self.shares.tags[0])
+            if self._help is None:
+                self.transport.wait(self._codes, self.doing)
+                self._average_and_send()
+            else:
+                with self.transport.waiting():
+                    self._help.result()
+            self.transport.wait([], self.doing, tag=self.shares.tags[0])
             for node, message in enumerate(self.shares.inbox):
                 self.alarm.hear(message, node, self.k)
                 self.transport.heard_news |= message.tells_news()
-            self._average_share()
-            self._send_mean()
-            self._wait(self.shares.tags[1])
+            self.transport.wait(self._means, self.doing, tag=self.shares.tags[1])
             self._mean_of_scalars = self._average_scalars()
-            self._is_alarmed = float(self.alarm.is_known()) > 0  # by all nodes alike: each has heard all
-        if self._is_alarmed:
+            self.is_alarmed = float(self.alarm.is_known()) > 0  # by all nodes alike: each has heard all
+        if self.is_alarmed:
             first = self.alarm.as_tensor()
             if self.raises:
                 raise self.alarm.error(float(first))
             self.alarm.settle(first)
         return self._mean_of_scalars
 
+    @torch.no_grad()
+    def _average_and_send(self) -> None:
+        """Average this node's share once all codes of it are here, and send the mean to all. A helper counts no time as waiting."""
+        while self._codes:
+            self.transport.call(self._codes.pop(0).wait, self.doing)
+        self._average_share()
+        self._send_mean()
+
     def mean(self, place: int) -> Tensor:
         """Return the mean of one bucket, in shared memory. If some model was not finite, return this node's own."""
         tensor = self.xs[place].tensor
         mean = self.scratch(tensor, "mean")
-        if self._is_alarmed:
+        if self.is_alarmed:
             return mean.copy_(tensor)
         code = tuple(torch.cat(rows).to(tensor.device) for rows in zip(*self.shares.averaged[place], strict=True))
         return self.shares.code.decode(code, mean)
@@ -173,26 +195,22 @@ class CodedMean:
     def _send_mean(self) -> None:
         """Send this node's code of the mean to all others, whose codes of it have arrived or are on their way."""
         rank, n, tag = self.transport.rank, self.transport.n, self.shares.tags[1]
-        if not self._later:
-            self._exchange([self.shares.means[rank]] * n, self.shares.means, tag)
+        if not self.transport.sends_from_host:  # NCCL needs receives together with sends
+            self._means = self._exchange([self.shares.means[rank]] * n, self.shares.means, tag)
             return
         peers = [peer for _, peer in self._peers()]
-        self.works += self._later
-        self.works += self.transport.call(lambda: self.transport.send(self.shares.means[rank].whole, peers, tag), self.doing)
-        self.transport.track(tag, self.works, self.shares)
+        self._means += self.transport.call(lambda: self.transport.send(self.shares.means[rank].whole, peers, tag), self.doing)
 
     def _peers(self) -> list[tuple[int, int]]:
         """Return the numbers of the other nodes, and their global ranks."""
         return [(node, self.transport.global_rank(node)) for node in range(self.transport.n) if node != self.transport.rank]
 
-    def _exchange(self, out: Sequence[Message], inbox: Sequence[Message], tag: int) -> None:
+    def _exchange(self, out: Sequence[Message], inbox: Sequence[Message], tag: int) -> list[Work]:
         outbox = [(out[node].whole, peer) for node, peer in self._peers()]
         expected = [(inbox[node].whole, peer) for node, peer in self._peers()]
-        self.works += self.transport.call(lambda: self.transport.exchange(outbox, expected, tag), self.doing)
-        self.transport.track(tag, self.works, self.shares)
-
-    def _wait(self, tag: int) -> None:
-        self.transport.wait(self.works, self.doing, tag=tag)
+        works: list[Work] = self.transport.call(lambda: self.transport.exchange(outbox, expected, tag), self.doing)
+        self.transport.track(tag, works, self.shares)
+        return works
 
 
 @dataclass

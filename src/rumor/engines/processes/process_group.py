@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -39,6 +40,8 @@ class ProcessGroup:
         transport: sends messages to the other nodes.
         local: sends messages to the other ranks of this node; None if a node is one rank.
         alarm: whether a model was not finite.
+        averages_ahead: whether this node does its part of an average with codes in a thread, while it computes. Else nobody's average is
+            complete until this node waits for its own.
     """
 
     def __init__(self, group: Group | GlooGroup | None = None, local_group: Group | None = None, metrics: Metrics | None = None):
@@ -51,7 +54,8 @@ class ProcessGroup:
         self._channels: weakref.WeakSet[Channel] = weakref.WeakSet()
         self._links: dict[tuple[Topology, int], Links] = {}
         self._scratch = Scratch()
-        self._shares: dict[tuple[int, ...], Shares] = {}
+        self.averages_ahead = False
+        self._helper: ThreadPoolExecutor | None = None
         self._copy_threads: dict[torch.device, CopyThread] = {}
         self.forget_alarm()
 
@@ -90,7 +94,7 @@ class ProcessGroup:
         left_out: Sequence[Tensor] = (),
     ) -> list[Pending]:
         channels = [self._channel(x) for x in xs]
-        if bits < 32:
+        if bits < 32 and self.n > 1:  # one node alone sends nothing, so it need not round
             return self._coded_mean(channels, k, scalars, f"{doing} at step {k}", bits, left_out)
         for channel in channels:
             channel.prepare(finite_check or sum_of_squares)
@@ -112,15 +116,14 @@ class ProcessGroup:
     def _coded_mean(
         self, channels: list[Channel], k: int, scalars: Tensor | None, doing: str, bits: int, left_out: Sequence[Tensor]
     ) -> list[Pending]:
-        key = (bits, *(channel.tag for channel in channels))
-        if key not in self._shares:
-            device = channels[0].out.whole.device
-            sizes = [len(channel.tensor) for channel in channels]
-            self._shares[key] = Shares(self.transport, sizes, bits, channels[0].staging is not None, device)
-        raises = self.local is None
-        total = CodedMean(self.transport, self.alarm, self._shares[key], channels, left_out, k, doing, scalars, self._scratch, raises)
+        shares = self._shares(channels, bits)
+        if self.averages_ahead and self._helper is None and left_out[0].device.type == "cpu":  # a GPU's work belongs to streams
+            self._helper = ThreadPoolExecutor(1, thread_name_prefix="rumor-average")
+        total = CodedMean(
+            self.transport, self.alarm, shares, channels, left_out, k, doing, scalars, self._scratch, self.local is None, self._helper
+        )
         total.post()
-        self.metrics.bytes_sent += self._shares[key].bytes_sent
+        self.metrics.bytes_sent += shares.bytes_sent
         return [CodedBucketMean(total, place) for place in range(len(channels))]
 
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -149,6 +152,15 @@ class ProcessGroup:
             device = channel.out.whole.device
             channel.coded[bits] = self._registered(CodedChannel(bucket, code, device, self.transport.new_tag(), staging))
         return channel.coded[bits]
+
+    def _shares(self, channels: list[Channel], bits: int) -> Shares:
+        """Return the memory for averages of these buckets. It belongs to the first of them, and is freed with it."""
+        key = (bits, *(channel.tag for channel in channels))
+        if key not in channels[0].shares:
+            sizes, staging = [len(channel.tensor) for channel in channels], channels[0].staging
+            channels[0].shares[key] = Shares(self.transport, sizes, bits, staging is not None, channels[0].out.whole.device)
+        shares: Shares = channels[0].shares[key]
+        return shares
 
     def _registered(self, channel: AnyChannel) -> AnyChannel:
         self._channels.add(channel)

@@ -49,6 +49,7 @@ class Unclaimed(NamedTuple):
 # gloo breaks the connection if memory that a message will fill is freed. So messages outlive the transport that posted them:
 _orphans: list[dict[int, Posted]] = []  # will arrive: the next handshake waits for them
 _unclaimed: list[Unclaimed] = []  # may never arrive: kept until they do, or until their group is destroyed
+_shared_groups: weakref.WeakKeyDictionary[Group, GroupRef] = weakref.WeakKeyDictionary()
 _last_engine = 0  # number of the last engine that this process has agreed on with others
 
 
@@ -265,12 +266,18 @@ def ranks_of(group: Group) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def group_like(group: Group | None) -> Group:
-    """Return a new group of the same ranks, kind and time-out, whose messages never meet those of others. A collective."""
+def shared_group_like(group: Group | None) -> Group:
+    """Return a group of the same ranks, kind and time-out, beside that of DDP. The first call for a group is a collective.
+
+    All transports on it have tags of their own. torch keeps a group until destroy_process_group(), so one serves all of them.
+    """
     like, backend = group or dist.distributed_c10d._get_default_group(), dist.get_backend(group)
+    if (known := _shared_groups.get(like)) is not None and (found := known()) is not None:
+        return found
     timeout = like._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options._timeout  # else it would be half an hour
     found = dist.new_group(dist.get_process_group_ranks(like), timeout, backend, use_local_synchronization=True)
     assert isinstance(found, Group)  # this rank is among them
+    _shared_groups[like] = weakref.ref(found)
     return found
 
 
