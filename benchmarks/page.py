@@ -34,7 +34,10 @@ what communication adds.
 """
 BLOCKS: dict[str, tuple[Callable[..., str], tuple[str, ...]]] = {  # what makes a block of a page, and the results that it needs
     "headline": (sentences.headline, ("network-peers",)),
-    "headline-points": (sentences.points, ("accuracy", "accuracy-large", "network-resnet", "network-exchange", "network-step")),
+    "headline-points": (
+        sentences.points,
+        ("accuracy", "accuracy-large", "network-resnet", "network-exchange", "network-step", "network-peers"),
+    ),
     "headline-steps": (network_tables.headline, ("network-peers",)),
     "exchange": (network_tables.exchange, ("network-exchange",)),
     "exchange-small": (sentences.small_messages, ("network-exchange",)),

@@ -66,7 +66,7 @@ def _fewer_bytes(peers: Results) -> float:
     return sent[0] / sent[1]
 
 
-def points(accuracy: Results, large: Results, resnet: Results, exchange: Results, step: Results) -> str:
+def points(accuracy: Results, large: Results, resnet: Results, exchange: Results, step: Results, peers: Results) -> str:
     """The other headlines: time to accuracy, a larger model, and the distance to the limit."""
     ratios = [timing for timing in accuracy["ratios"] if reached.pick(accuracy["runs"], ratio=timing["ratio"])]
     at = [f"{timing['seconds']['all-reduce alone']['median'] / timing['seconds']['computing alone']['median']:.1f}" for timing in ratios]
@@ -79,7 +79,7 @@ def points(accuracy: Results, large: Results, resnet: Results, exchange: Results
         f"  With [a larger network](#a-larger-network), Gossip-PGA with 4 bits is {larger} times as fast as DDP, at similar ratios."
         + (f"\n  {called(never)} never reach that accuracy." if never else ""),
         *(_of_resnet(resnet, rate) for rate in rates_of(resnet)),
-        _of_limits(exchange, step),
+        _of_limits(exchange, step, peers),
     ]
     return "\n".join(lines)
 
@@ -91,14 +91,16 @@ def _of_resnet(results: Results, rate: str) -> str:
     return f"- **[ResNet-50](#resnet-50)** at {shown(rate)}: {_times(results, rate, OURS):.1f} times as fast as DDP. {beside}."
 
 
-def _of_limits(exchange: Results, step: Results) -> str:
+def _of_limits(exchange: Results, step: Results, peers: Results) -> str:
     largest = max(row["bytes"] for row in exchange["rows"])
     ratios = [row["ratio"] for row in exchange["rows"] if row["bytes"] == largest and row["what"] == "one_peer_exponential"]
     delayed, coded = ([of_rate(step["rows"], rate)[name]["ratio"] for rate in rates_of(step)] for name in (DELAYED, OURS))
+    beside = [of_rate(peers["rows"], rate)[OURS]["ratio"] for rate in rates_of(peers) if rate != LOOPBACK]
     return (
         f"- **Close to the limit of the link**: a one-peer exchange of {largest / 1e6:.0f} MB takes {span(ratios, 2)} times bytes / rate.\n"
         f"  A [training step](#a-training-step-against-the-limit) takes {span(delayed, 2)} times its limit with `delay=1`, and "
-        f"{span(coded, 2)} times with `bits=4`."
+        f"{span(coded, 2)} times with `bits=4`\n"
+        f"  ({span(beside, 2)} times in the longer job [with the other libraries](#compared-with-other-libraries), also on slower links)."
     )
 
 
