@@ -343,15 +343,23 @@ def test_what_codes_can_not_do_is_refused_with_a_reason() -> None:
     for bits in (0, 1, 2, 5, 64, 4.5, 4.0, torch.tensor(4), "4", True, None):
         with pytest.raises(ValueError, match="bits must be 32, 16, 8 or 4, got"):
             rumor.parallel_sgd(bits=bits)
+        with pytest.raises(ValueError, match="bits must be 32, 16, 8 or 4, got"):
+            rumor.osgp(rumor.ring, bits=bits)
+    with pytest.raises(ValueError, match=r"osgp has no bits=4.*Use gossip_pga\(topology, H=..., delay=1, bits=4\)"):
+        rumor.osgp(rumor.ring, bits=4)
 
 
 def refusals(engine: Engine, x: Tensor) -> list[str]:
-    """What an engine says to codes with scalars, and to codes without the node's own part."""
+    """What an engine says to codes with scalars, without the node's own part, of a width that there is not, and without memory."""
     said = []
     for options in ({"scalars": torch.zeros(*x.shape[:-1], 1)}, {"own": False}):
         with pytest.raises(ValueError, match="bits=4 takes no") as error:
             engine.gossip(x, rumor.ring(4), 0, bits=4, **options)  # type: ignore[arg-type]
         said.append(str(error.value))
+    with pytest.raises(ValueError, match="bits must be 32, 16, 8 or 4, got bits=5"):
+        engine.gossip(x, rumor.ring(4), 0, bits=5)
+    with pytest.raises(ValueError, match="an average with bits=4 needs left_out=, a tensor for each of 1 buckets"):
+        engine.mean([x], 0, bits=4)
     return said
 
 
@@ -359,7 +367,7 @@ def refusals_of_a_rank(rank: int) -> list[str]:
     return refusals(ProcessGroup(), torch.zeros(300))
 
 
-def test_gossip_with_codes_refuses_scalars_and_to_leave_out_the_own_part(four: Cluster) -> None:
+def test_engines_refuse_what_codes_can_not_do(four: Cluster) -> None:
     scalars, own = refusals(rumor.Stacked(4), torch.zeros(4, 300))
     assert "Use bits=32 for scalars" in scalars
     assert "Use bits=32 for own=False" in own

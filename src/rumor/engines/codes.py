@@ -219,6 +219,12 @@ class Levels4(Levels):
 CODES: dict[int, Code] = {code.bits: code for code in (BFloat16(), Levels8(), Levels4())}
 
 
+def check_width(bits: object) -> None:
+    """Refuse a number of bits that no code has."""
+    if type(bits) is not int or bits not in WIDTHS:
+        raise ValueError(f"bits must be 32, 16, 8 or 4, got bits={bits!r}")
+
+
 def blocks_of(d: int) -> int:
     """Number of blocks of d numbers."""
     return -(-d // BLOCK)

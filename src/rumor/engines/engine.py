@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rumor.engines.codes import check_width
 from rumor.metrics import Metrics
 from rumor.topology import Topology
 
@@ -287,11 +288,19 @@ def gossip_all(engine: Engine, xs: Iterable[Buffer], topology: Topology, k: int,
     return sent, pending
 
 
-def check_coded(bits: int, scalars: Tensor | None, own: bool) -> None:
-    """Refuse what a gossip step with codes can't do, since it mixes changes."""
+def check_gossip(bits: int, scalars: Tensor | None, own: bool) -> None:
+    """Refuse what a gossip step can't do with codes, which mix changes."""
+    check_width(bits)
     if bits < 32 and (scalars is not None or not own):
         given = "scalars" if scalars is not None else "own=False"
         raise ValueError(f"gossip with bits={bits} takes no {given}: it mixes changes of the model alone. Use bits=32 for {given}")
+
+
+def check_mean(bits: int, xs: Sequence[object], left_out: Sequence[Tensor]) -> None:
+    """Refuse an average with codes that has no memory for what they leave out."""
+    check_width(bits)
+    if bits < 32 and len(left_out) != len(xs):
+        raise ValueError(f"an average with bits={bits} needs left_out=, a tensor for each of {len(xs)} buckets (zeros at first)")
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

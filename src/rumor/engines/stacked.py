@@ -20,7 +20,8 @@ from rumor.engines.engine import (
     Mixed,
     Pending,
     accumulator,
-    check_coded,
+    check_gossip,
+    check_mean,
     sum_of_squares,
     tensor_of,
 )
@@ -150,7 +151,7 @@ class Stacked:
     def gossip(
         self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, bits: int = 32
     ) -> Pending:
-        check_coded(bits, scalars, own)
+        check_gossip(bits, scalars, own)
         x = tensor_of(x)
         operator = self._operator(topology, k % topology.period, own, self._trials(x), x)
         self.metrics.bytes_sent += operator.links * _nbytes(x, bits) // self.n
@@ -172,6 +173,7 @@ class Stacked:
         bits: int = 32,
         left_out: Sequence[Tensor] = (),
     ) -> list[Pending]:
+        check_mean(bits, xs, left_out)
         tensors = [tensor_of(x) for x in xs]
         for x in tensors:
             self._trials(x)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rumor.engines import Buckets, Buffer, Engine, Lerp, Pending, gossip_all
-from rumor.engines.codes import WIDTHS
+from rumor.engines.codes import check_width
 from rumor.engines.engine import accumulator
 from rumor.methods.algorithm import Algorithm, Builder, InFlight, Nodes, State, Step, as_number, topology_or_builder
 from rumor.schedule import Adaptive, Never, Periodic, Schedule, check_whole, schedule_of
@@ -61,8 +61,7 @@ class GossipPGA(Algorithm):
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def _check_bits(self) -> None:
-        if type(self.bits) is not int or self.bits not in WIDTHS:
-            raise ValueError(f"bits must be 32, 16, 8 or 4, got bits={self.bits!r}")
+        check_width(self.bits)
         if self.bits < 16 and (self.average_rounds is not None or isinstance(self.schedule, Never)):
             raise ValueError(
                 f"bits={self.bits} needs global averages by an all-reduce: such codes are for small differences to the last of them. Use "

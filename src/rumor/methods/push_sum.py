@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rumor.engines import Pending
+from rumor.engines.codes import check_width
 from rumor.engines.engine import copy_all
 from rumor.methods.algorithm import Algorithm, Builder, InFlight, Nodes, State, Step, average, topology_or_builder
 from rumor.schedule import Never
@@ -101,6 +102,12 @@ def _like(scalar: Tensor, x: Tensor) -> Tensor:
     return scalar.to(x, non_blocking=True)
 
 
-def osgp(topology: Topology | Builder, delay: int = 1) -> PushSum:
-    """Overlapped stochastic gradient push; delay=0 is SGP."""
+def osgp(topology: Topology | Builder, delay: int = 1, *, bits: int = 32) -> PushSum:
+    """Overlapped stochastic gradient push; delay=0 is SGP. `bits` can only be 32, because nodes have no reference in common."""
+    check_width(bits)
+    if bits < 32:
+        raise ValueError(
+            f"osgp has no bits={bits}: codes are for differences to a model that all nodes had, and it has no global averages. Use "
+            f"gossip_pga(topology, H=..., delay=1, bits={bits})"
+        )
     return PushSum(topology_or_builder(topology), delay)

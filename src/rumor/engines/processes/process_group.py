@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rumor.engines.codes import CODES
-from rumor.engines.engine import Buffer, FiniteCheck, Pending, check_coded, sum_of_squares
+from rumor.engines.engine import Buffer, FiniteCheck, Pending, check_gossip, check_mean, sum_of_squares
 from rumor.engines.processes.alarm import Alarm, DeviceAlarm
 from rumor.engines.processes.channel import Channel, CodedChannel, Scratch
 from rumor.engines.processes.coded_mean import CodedBucketMean, CodedMean, Shares
@@ -69,7 +69,7 @@ class ProcessGroup:
     def gossip(
         self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, bits: int = 32
     ) -> Pending:
-        check_coded(bits, scalars, own)
+        check_gossip(bits, scalars, own)
         channel, links = self._coded(self._channel(x), bits), self._links_of(topology, k)
         kind = Gossip if bits == 32 else CodedGossip
         gossip = kind(self.transport, self.alarm, channel, links, k, scalars, own, self._scratch)
@@ -93,6 +93,7 @@ class ProcessGroup:
         bits: int = 32,
         left_out: Sequence[Tensor] = (),
     ) -> list[Pending]:
+        check_mean(bits, xs, left_out)
         channels = [self._channel(x) for x in xs]
         if bits < 32 and self.n > 1:  # one node alone sends nothing, so it need not round
             return self._coded_mean(channels, k, scalars, f"{doing} at step {k}", bits, left_out)
