@@ -40,12 +40,12 @@ def test_a_newcomer_takes_over_the_members_state(tmp_path: Path, method: str) ->
         joined = job.rows("c")[0]
         assert 12 <= joined["joined"] < 120
         at = next(row for row in job.rows("a") if row.get("now") == joined["joined"])
-        if method != "delay":  # with delay=1 members differ by their last step
+        if "delay" not in method:  # with delay=1 members differ by their last step
             assert joined["after"] == at["after"]
         assert joined["momentum"]
         assert "c" in at["members"]
         assert survivors_kept_their_steps(job, "ab")
-        if method != "delay":
+        if "delay" not in method:
             assert job.check_means("a", "b", "c", exact=method in ("pga", "ring", "aga", "local", "parallel")) > 8
 
 
@@ -74,8 +74,9 @@ def test_the_others_go_on_when_a_node_is_killed(tmp_path: Path, where: str) -> N
         assert job.check_means(*job.nodes) > 10
 
 
-def test_two_nodes_die_at_once_and_come_back(tmp_path: Path) -> None:
-    with Job(tmp_path, steps=100, method="8 bits") as job:
+@pytest.mark.parametrize("method", ["8 bits", "4 bits, delay"])
+def test_two_nodes_die_at_once_and_come_back(tmp_path: Path, method: str) -> None:
+    with Job(tmp_path, steps=100, method=method) as job:
         job.begin(*ALL)
         job.wait_until("a", 10)
         job.signal("b", signal.SIGKILL)
@@ -83,7 +84,8 @@ def test_two_nodes_die_at_once_and_come_back(tmp_path: Path) -> None:
         job.start("b2", "c2")
         job.finish("a", "d", "b2", "c2")
         assert survivors_kept_their_steps(job, "ad")
-        assert job.check_means(*job.nodes, exact=False) > 20
+        if method == "8 bits":  # with delay=1 members differ by their last step
+            assert job.check_means(*job.nodes, exact=False) > 20
 
 
 @pytest.mark.parametrize("method", ["pga", "8 bits", "delay"])
