@@ -162,8 +162,8 @@ def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, 
     if is_first and (left_out := sorted(set(state["others"]) - set(others))):
         names = ", ".join(f"{name} ({state['kinds'][name]})" for name in left_out)
         call = ", ".join(f"{name}={name}" for name in (*others, *left_out))
-        what = f"state of {names} is not loaded and starts" if len(left_out) == 1 else f"states of {names} are not loaded and start"
-        warnings.warn(f"the saved {what} anew: use rumor.load(folder, averager, {call})", stacklevel=5)
+        one, many = f"the saved state of {names} is not loaded and starts", f"the saved states of {names} are not loaded and start"
+        warnings.warn(f"{one if len(left_out) == 1 else many} anew: use rumor.load(folder, averager, {call})", stacklevel=5)
     return state["position"]
 
 
