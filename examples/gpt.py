@@ -153,13 +153,14 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         rumor.load(options.folder, averager, **saved)
     print(f"node {averager.rank} of {len(averager.members)} begins at step {averager.steps}", flush=True)
 
-    began, first = time.monotonic(), averager.steps
+    first, began = 0, 0.0  # where and when the clock starts: after this node's first step, which compiles and warms up
     while averager.steps < options.steps:  # the job's steps: a newcomer begins at the others' step
         step = averager.steps
         if step % options.every == 0:  # at the top of the loop, and by the step alone: newcomers begin here, too
             with averager.averaged(), torch.no_grad(), autocast:  # inside, the model is the mean of all nodes
                 if averager.rank == 0:
-                    pace = f", {1e3 * (time.monotonic() - began) / (step - first):.0f} ms a step" if step > first else ""
+                    seconds, timed = time.monotonic() - began, step - first
+                    pace = f", {1e3 * seconds / timed:.0f} ms a step after the first" if first and timed else ""
                     print(f"step {step}: held-out loss {loss_of(model, checked):.4f}{pace}", flush=True)
             if options.folder is not None:
                 rumor.save(options.folder, averager, **saved)
@@ -183,6 +184,8 @@ def train(options: argparse.Namespace, device: torch.device) -> None:
         scaler.update()
         opt.zero_grad()
         averager.step(total)  # even then: the neighbours wait for this node
+        if not first:
+            first, began = averager.steps, time.monotonic()
 
     averager.finish()  # now all nodes have the mean model
     if averager.rank == 0:

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import pickle
 import random
@@ -11,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ import rumor
 import rumor.checkpoint.checkpoint
 from rumor.checkpoint import files
 from tests.cluster import Cluster
+from tests.nodes import averager_of
 from tests.problems import ALGORITHMS, N, flat
 
 STEPS, STOP = 14, 8
@@ -152,7 +155,7 @@ def test_the_checkpoint_before_is_intact_when_one_rank_can_not_write(
     assert issubclass(errors[2][0], OSError)
     assert "No space left" in errors[2][1]
     for rank in (0, 1, 3):
-        assert "outcome of writing a checkpoint: rank 0 has done, rank 2 has [Errno 28] No space left" in errors[rank][1]
+        assert "outcome of writing a checkpoint: rank 0 has succeeded, rank 2 has failed: [Errno 28] No space left" in errors[rank][1]
     assert not list(tmp_path.rglob(".*.pt")), "what was half written is removed"
     assert four.run(position_in, str(tmp_path)) == ["first"] * N
 
@@ -163,6 +166,125 @@ def test_the_checkpoint_before_is_intact_when_one_rank_is_killed(four: Cluster, 
         assert "writing a checkpoint" in text
         assert "node 2 is lost (its process is gone)" in text
     assert four.run(position_in, str(tmp_path)) == ["first"] * N
+
+
+def saves_apart(rank: int, folder: str, ranks_of_a_host: int, late: bool) -> str:
+    """Saves on shared storage first, then each host on a disk of its own; if `late`, all on shared storage that is slow."""
+    model = nn.Linear(3, 2)
+    size = ranks_of_a_host
+    averager = averager_of(model, rumor.local_sgd(H=2), size) if size > 1 else rumor.Averager(model, rumor.local_sgd(H=2))
+    rumor.save(f"{folder}/host0/runs", averager, "first")
+    averager.step()
+    looks, seen_in = rumor.checkpoint.checkpoint.LOOKS, rumor.checkpoint.checkpoint.seen_in
+    rumor.checkpoint.checkpoint.LOOKS, rumor.checkpoint.checkpoint.LOOK_AGAIN = 3, 0.01
+    answers = iter([0, 1])
+    if late:
+        rumor.checkpoint.checkpoint.seen_in = lambda *args: next(answers, None) or seen_in(*args)
+    try:
+        rumor.save(f"{folder}/host{0 if late else rank // ranks_of_a_host}/runs", averager, "second")
+    except ValueError as error:
+        return str(error)
+    finally:
+        rumor.checkpoint.checkpoint.LOOKS, rumor.checkpoint.checkpoint.LOOK_AGAIN = looks, 0.5
+        rumor.checkpoint.checkpoint.seen_in = seen_in
+    return "saved"
+
+
+@pytest.mark.parametrize("ranks_of_a_host", [1, 2])
+def test_a_checkpoint_on_disks_that_are_not_shared_is_refused(four: Cluster, ranks_of_a_host: int, tmp_path: Path) -> None:
+    said = four.run(saves_apart, str(tmp_path), ranks_of_a_host, False)
+    for rank, text in enumerate(said):
+        assert f"rank 0 sees {ranks_of_a_host} of its 4 files" in text
+        assert f"has written to {tmp_path}/host{rank // ranks_of_a_host}/runs. Give rumor.save() a folder on storage that all" in text
+    latest = json.loads((tmp_path / "host0" / "runs" / "latest.json").read_text())
+    assert latest["step"] == 0
+    assert not (tmp_path / "host1" / "runs" / "latest.json").exists()
+
+
+def test_files_that_a_network_file_system_shows_late_are_waited_for(four: Cluster, tmp_path: Path) -> None:
+    assert four.run(saves_apart, str(tmp_path), 1, True) == ["saved"] * N
+    assert json.loads((tmp_path / "host0" / "runs" / "latest.json").read_text())["step"] == 1
+
+
+def other_names(rank: int, folder: str) -> list[str]:
+    averager, said = rumor.Averager(nn.Linear(3, 2), rumor.local_sgd(H=2)), []
+    for function in (rumor.save, rumor.load):
+        with pytest.raises(ValueError, match="ranks disagree") as error:
+            function(f"{folder}/of-{rank}", averager)  # type: ignore[operator]
+        said.append(str(error.value))
+    return said
+
+
+def test_folders_of_other_names_are_refused_on_all_ranks(four: Cluster, tmp_path: Path) -> None:
+    line = "ranks disagree on the name of the checkpoint folder, which must be one folder for all: rank 0 has of-0, rank 1 has of-1"
+    assert four.run(other_names, str(tmp_path)) == [[line, line]] * N
+    assert not list(tmp_path.iterdir())
+
+
+def wrong_calls(rank: int, folder: str) -> list[str]:
+    model, averager, opt = parts("gossip_pga")
+    other = torch.optim.SGD(nn.Linear(2, 1).parameters(), lr=0.1)
+    attempts: list[Callable[[], Any]] = [
+        lambda: rumor.save(folder, averager, opt),
+        lambda: rumor.save(folder, averager, 3, opt),  # type: ignore[misc]
+        lambda: rumor.load(folder, averager, opt),  # type: ignore[misc]
+        lambda: rumor.Averager(model, rumor.local_sgd(H=2), opt),  # type: ignore[misc]
+        lambda: rumor.save(folder, averager, keep="2"),  # type: ignore[arg-type]
+        lambda: rumor.load(folder, averager, step="2"),  # type: ignore[arg-type]
+        lambda: rumor.load(f"{folder}/empty", averager, step=2),
+        lambda: rumor.save(f"{folder}/file.pt", averager),
+        lambda: rumor.Averager(model, rumor.slowmo(rumor.ring, H=3), optimizer=other),
+    ]
+    Path(folder, "file.pt").touch()
+    said = []
+    for attempt in attempts:
+        with pytest.raises((TypeError, ValueError)) as error:
+            attempt()
+        said.append(f"{error.type.__name__}: {error.value}")
+    return said
+
+
+def test_wrong_calls_get_one_clear_line(four: Cluster, tmp_path: Path) -> None:
+    call = '("checkpoints", averager, optimizer=opt)'
+    expected = [
+        f"TypeError: position is for plain values, got SGD: give it by name, as in rumor.save{call}",
+        f"TypeError: SGD was given without the name of its argument: call rumor.save{call}",
+        f"TypeError: SGD was given without the name of its argument: call rumor.load{call}",
+        "TypeError: SGD was given without the name of its argument: call Averager(model, algorithm, optimizer=opt)",
+        "ValueError: keep must be a whole number >= 1, got keep='2'",
+        "ValueError: step must be a whole number >= 0, got step='2'",
+        f"ValueError: {tmp_path}/empty has no checkpoint after 2 steps, and no other",
+        f"ValueError: {tmp_path}/file.pt is a file: rumor.save() takes a folder for checkpoints",
+        "ValueError: optimizer= has none of the model's parameters: build it from model.parameters() (in a Simulator, sim's)",
+    ]
+    assert four.run(wrong_calls, str(tmp_path)) == [expected] * N
+
+
+@pytest.mark.parametrize(
+    ("was", "n", "is_elastic", "says"),
+    [
+        (
+            4,
+            8,
+            False,
+            "step-1 of 4 nodes is loaded on 8: all nodes start from the mean of the saved models, node i takes the optimizer of ",
+        ),
+        (
+            4,
+            1,
+            False,
+            "of 4 nodes is loaded on 1: this node starts from the mean of the saved models, it takes the optimizer of saved node 0",
+        ),
+        (1, 2, False, "of 1 node is loaded on 2: all nodes start from the saved model, they take the optimizer of the saved node, and the"),
+        (4, 2, True, "state start anew. rumor.elastic(..., min_nodes=4) would wait for 4 nodes, here and after a loss"),
+    ],
+)
+def test_the_line_about_other_nodes_fits_their_number(was: int, n: int, is_elastic: bool, says: str) -> None:
+    averager: Any = SimpleNamespace(engine=SimpleNamespace(n=n), is_elastic=is_elastic)
+    line = rumor.checkpoint.checkpoint._with_other_nodes({"name": "step-1", "nodes": was}, averager, ["optimizer"])
+    assert says in line
+    assert ("saved node i % 4" in line) == (n == 8)
+    assert ("min_nodes" in line) == is_elastic
 
 
 def keeps(rank: int, folder: str) -> None:
@@ -274,8 +396,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed(four: Cluster, 
     for said in four.run(refusals, str(tmp_path)):
         for expected, text in zip(
             [
-                "has the state of optimizer as a SGD, but it is a Adam here",
-                "has optimizer with groups of [6] parameters, but they are of [2] here",
+                "has the state of optimizer of type SGD, but here it is of type Adam",
+                "has optimizer with groups of [6] parameters, but here it has groups of [2]",
                 "is of another model: it has no weight, and the model here has weight of shape [7, 5]",
                 "but the algorithm here is SlowMo",
                 "has no checkpoint after 7 steps, only those after: 3, 4",
@@ -434,8 +556,8 @@ def test_one_line_says_that_the_number_of_nodes_has_changed(four: Cluster, three
     four.run(saved_models, str(tmp_path))
     assert four.run(said_of_other_nodes, str(tmp_path), 4) == [""] * 4
     line = (
-        f"rumor.load: step-{STOP:08d} of 4 nodes is loaded on 3: all start from the mean of the saved models, node i takes the optimizer "
-        "of saved node i, and the step count goes on. Random numbers and the rest of the method's state start anew\n"
+        f"rumor.load: step-{STOP:08d} of 4 nodes is loaded on 3: all nodes start from the mean of the saved models, node i takes the "
+        "optimizer of saved node i, and the step count goes on. Random numbers and the rest of the method's state start anew\n"
     )
     assert three.run(said_of_other_nodes, str(tmp_path), 3) == [line, "", ""]
 
@@ -457,7 +579,7 @@ def test_an_optimizer_that_was_saved_and_is_not_loaded_is_named(four: Cluster, t
     four.run(keeps, str(tmp_path))
     said = four.run(warned_of, str(tmp_path))
     use = "use rumor.load(folder, averager, optimizer=optimizer)"
-    assert said == [[f"test_checkpoint.py: the saved state of optimizer (SGD) is not loaded, and starts anew: {use}"], [], [], []]
+    assert said == [[f"test_checkpoint.py: the saved state of optimizer (SGD) is not loaded and starts anew: {use}"], [], [], []]
 
 
 def wrong_order(rank: int, folder: str) -> list[str]:

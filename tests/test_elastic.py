@@ -358,6 +358,31 @@ def test_checkpoints_work_as_members_change_and_start_a_job_whose_nodes_are_all_
     assert len({(tmp_path / f"{name}.end").read_text() for name in "xyz"}) == 1
 
 
+def node_with_its_own_disk(address: str, name: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    rumor.checkpoint.checkpoint.LOOKS = 2
+    averager = rumor.Averager(Model(), METHODS["pga"](), group=rumor.elastic(address, name, min_nodes=2))
+    try:
+        rumor.save(f"{folder}/{name}/checkpoints", averager)
+    except ValueError as error:
+        Path(folder, f"{name}.error").write_text(str(error))
+    averager.finish()
+
+
+def test_members_that_do_not_share_a_folder_can_not_save(tmp_path: Path) -> None:
+    with Job(tmp_path, 0) as job:
+        for name in "ab":
+            arguments = (str(job.address), name, str(tmp_path))
+            job.nodes[name] = warm.context.Process(target=node_with_its_own_disk, args=arguments, daemon=True)
+            job.nodes[name].start()
+        for process in job.nodes.values():
+            process.join(60)
+            assert process.exitcode == 0
+    for name in "ab":
+        assert "rank 0 sees 1 of its 2 files" in (tmp_path / f"{name}.error").read_text()
+    assert not list(tmp_path.rglob("latest.json"))
+
+
 @pytest.mark.parametrize("method", ["pga", "aga", "slowmo"])
 def test_nodes_of_several_ranks_come_and_go_as_a_whole(tmp_path: Path, method: str) -> None:
     def start(job: Job, name: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import rumor
 from rumor.membership.limits import (
     DROPPED_FIRST,
     FAILURES,
@@ -341,6 +342,13 @@ def test_addresses_that_other_hosts_can_not_reach_are_refused() -> None:
 def test_a_wrong_address_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="HOST:PORT"):
         parse_address(text)
+
+
+def test_a_port_alone_is_no_address() -> None:
+    with pytest.raises(TypeError, match='address is a string, such as "node0:29510", got 29510'):
+        rumor.elastic(29510)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"name must be a string, got 29510\. A port is part of the address"):
+        rumor.elastic("node0", 29510)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"a": 1}', b"\xff\xfe", b"[" * 100_000])

@@ -244,6 +244,12 @@ def test_wrong_input_is_refused() -> None:
         sim.step()
     with pytest.raises(ValueError, match="learning rate"):
         rumor.Simulator(network(), rumor.slowmo(RING, 4)).step()
+    for wrong in (loss_fn, nn.Linear, rumor.gossip_sgd(RING)):
+        with pytest.raises(TypeError, match=r"the model comes first and must be a torch\.nn\.Module, got "):
+            rumor.Simulator(wrong, rumor.gossip_sgd(RING))  # type: ignore[arg-type]
+    for wrong, shown in ((network(), "Sequential$"), (nn.Linear, "<class")):
+        with pytest.raises(TypeError, match=f"a builder such as rumor.ring, got {shown}"):
+            rumor.gossip_pga(wrong)
     with pytest.raises(ValueError, match="no parameters that train"):
         rumor.Simulator(nn.ReLU(), rumor.gossip_sgd(RING))
 

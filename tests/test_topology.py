@@ -250,6 +250,7 @@ PERMUTATION = [[0, 1, 0], [0, 0, 1], [1, 0, 0]]
         ([[[float("nan"), 1.0], [1.0, 0.0]]], "nan"),
         ([[[0.5, 0.5]]], r"must be square.*\(1, 2\)"),
         ([[0.5, 0.5]], "must be square"),
+        (["x"], "W_0 must be a square matrix of numbers: could not convert string to float: 'x'$"),
         ([], "at least one matrix"),
         ([np.eye(2) / 2 + 0.25, np.eye(3) / 2 + 1 / 6], "same size"),
         ([np.eye(3)], r"not connected: node \d \(row \d of W\) never hears.*isolated\(3\)"),

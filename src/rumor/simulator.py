@@ -15,7 +15,7 @@ from rumor.engines import NO_BUCKETS, Buckets, PackedBuckets, Stacked, StackedBu
 from rumor.methods.algorithm import Algorithm, Step, check_algorithm
 from rumor.methods.runner import Runner
 from rumor.metrics import Metrics
-from rumor.model.checks import trained_and_frozen
+from rumor.model.checks import check_module, trained_and_frozen
 from rumor.model.node_module import NodeModule
 from rumor.model.optimizer_state import AverageState, OptimizerState, check_average_state
 from rumor.model.tensors import as_real, is_averaged, is_sharded
@@ -52,6 +52,7 @@ class Simulator:
     """
 
     def __init__(self, model: nn.Module, algorithm: Algorithm, *, n: int | None = None, vmap: bool = True):
+        check_module(model)
         algorithm = _bound(algorithm, n)
         trained_and_frozen(model)  # raises if nothing trains
         if any(is_sharded(p) for p in model.parameters()):
@@ -97,7 +98,7 @@ class Simulator:
         """
         if self._runner.steps_begun:
             raise RuntimeError(f"average_state() comes before the first step, and {self._runner.k} steps were taken: call restart() first")
-        check_average_state(self._runner.algorithm, optimizer, average_state)
+        check_average_state(self._runner.algorithm, optimizer, average_state, self._trained)
         self._state = None if average_state is None else OptimizerState(optimizer, self._trained, self._runner.algorithm, average_state)
         self._average_state = average_state
         self._start(self._runner.algorithm)
@@ -119,7 +120,7 @@ class Simulator:
             )
         algorithm = algorithm.bind(self.n)
         if self._state is not None:
-            check_average_state(algorithm, self._state.optimizer, self._average_state)
+            check_average_state(algorithm, self._state.optimizer, self._average_state, self._trained)
             self._state.check_method(algorithm)
         for stacked, own in ((self._leaves, self._model.named_parameters()), (self._buffers, self._model.named_buffers())):
             for name, tensor in own:

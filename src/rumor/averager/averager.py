@@ -20,13 +20,13 @@ from rumor.averager.rescue import or_rescue, rescue_or_raise
 from rumor.averager.sampler import MemberSampler
 from rumor.averager.setup import (
     bound_algorithm,
-    check_elastic,
     check_group,
     check_lazy,
+    check_member,
     check_model,
-    check_model_of_member,
     check_no_ddp_around,
     check_options,
+    rest_by_name,
     what_ranks_compare,
 )
 from rumor.engines.processes.local_group import LocalGroup
@@ -80,6 +80,7 @@ class Averager:
     global rounds, if they were finite when the Averager was built.
     """
 
+    @rest_by_name("Averager(model, algorithm, optimizer=opt)")
     def __init__(
         self,
         model: nn.Module,
@@ -98,8 +99,7 @@ class Averager:
         self._local_ranks = None if local_group is None else ranks_of(local_group)
         check_group(group)
         if isinstance(group, ElasticGroup):
-            check_elastic(algorithm, lazy, rescue)
-            check_model_of_member(model, self._local_ranks or [])
+            check_member(model, algorithm, lazy, rescue, self._local_ranks or [])
             state = self._state_of(model, algorithm, average_state)
             setup = what_ranks_compare(model, algorithm, None, average_state, state, has_local_group=False)
             setup |= {"optimizer": type(optimizer).__name__, "name of the job": str(group.job)}
@@ -126,7 +126,7 @@ class Averager:
 
     def _state_of(self, model: nn.Module, algorithm: Algorithm, average_state: AverageState | None) -> OptimizerState | None:
         """Return the optimizer's state that nodes average, if any."""
-        check_average_state(algorithm, self._optimizer, average_state)
+        check_average_state(algorithm, self._optimizer, average_state, model.parameters())
         if self._optimizer is None or average_state is None:
             return None
         return OptimizerState(self._optimizer, trained_and_frozen(model)[0], algorithm, average_state)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -10,17 +14,37 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.methods.algorithm import Algorithm, check_algorithm, describe
-from rumor.model.checks import check_shards, description, is_compiled, layouts, reshard, trained_and_frozen
+from rumor.model.checks import check_module, check_shards, description, is_compiled, layouts, reshard, trained_and_frozen
 from rumor.model.optimizer_state import AverageState, OptimizerState
 from rumor.model.tensors import is_sharded
 from rumor.schedule import Never
 from rumor.topology import Topology
 from rumor.version import VERSION
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def rest_by_name(call: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Let a function show the right `call` if it is given an argument by position that must have its name."""
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        most = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in inspect.signature(function).parameters.values())
+
+        @wraps(function)
+        def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+            if len(args) > most:
+                raise TypeError(f"{type(args[most]).__name__} was given without the name of its argument: call {call}")
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorated
+
 
 def check_model(model: nn.Module, engine: ProcessGroup) -> None:
     """Refuse what can't be averaged, such as a module whose gradients DDP averages over all nodes already."""
-    _check_module(model)
+    check_module(model)
     local_ranks = None if engine.local is None else engine.local.ranks
     _check_ddp(model, engine, local_ranks or [engine.transport.ranks[engine.rank]])
     reshard(model)
@@ -28,14 +52,10 @@ def check_model(model: nn.Module, engine: ProcessGroup) -> None:
     trained_and_frozen(model)
 
 
-def _check_module(model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model comes first and must be a torch.nn.Module, got {type(model).__name__}")
-
-
-def check_model_of_member(model: nn.Module, local_ranks: list[int]) -> None:
-    """Refuse what can't be averaged in an elastic group, where nodes have whole models."""
-    _check_module(model)
+def check_member(model: nn.Module, algorithm: Algorithm, lazy: bool, rescue: object, local_ranks: list[int]) -> None:
+    """Refuse what does not go with members that come and go, or can't be averaged there: nodes have whole models."""
+    check_module(model)
+    _check_elastic(algorithm, lazy, rescue)
     for inner in (m for m in model.modules() if isinstance(m, DistributedDataParallel)):
         _refuse_ddp_across(inner, local_ranks)
     if sharded := [name for name, p in model.named_parameters() if is_sharded(p)]:
@@ -48,8 +68,7 @@ def check_group(group: object) -> None:
         raise TypeError(f"group={group!r} is a string: pass group=rumor.elastic({group!r})")
 
 
-def check_elastic(algorithm: Algorithm, lazy: bool, rescue: object) -> None:
-    """Refuse what does not go with members that come and go."""
+def _check_elastic(algorithm: Algorithm, lazy: bool, rescue: object) -> None:
     check_algorithm(algorithm)
     for name, given in (("lazy=True", lazy), ("rescue=", rescue is not None)):
         if given:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Collection
 from functools import partial
@@ -14,10 +15,13 @@ import torch
 from torch import Tensor
 
 from rumor.averager import Averager
-from rumor.checkpoint.folder import FORMAT, add_entry, file_of, find_entry, free_number, numbered, read, write
+from rumor.averager.setup import rest_by_name
+from rumor.checkpoint.folder import FORMAT, add_entry, file_of, find_entry, free_number, numbered, read, seen_in, write
 from rumor.checkpoint.random_numbers import random_state, restore_random
 from rumor.model.tensors import is_averaged, is_sharded, ordinary_tensors
+from rumor.schedule import check_whole
 
+LOOKS, LOOK_AGAIN = 20, 0.5  # how often rank 0 looks for the other ranks' files, and after how many seconds: network file systems lag
 T = TypeVar("T")
 
 
@@ -28,11 +32,16 @@ class Stateful(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any: ...
 
 
+def _call(function: str) -> str:
+    return f'rumor.{function}("checkpoints", averager, optimizer=opt)'
+
+
+@rest_by_name(_call("save"))
 def save(folder: str | Path, averager: Averager, position: Any = None, *, keep: int = 2, **others: Stateful) -> None:
     """Write the model, the Averager, random numbers and all of `others`, each rank to its own file. A collective.
 
-    A checkpoint counts once every rank's file is on disk. Until then, also if a process dies meanwhile, the checkpoint before it stays the
-    latest. save() refuses what load() would refuse. If one rank can't write, all raise.
+    A checkpoint counts once every rank's file is on disk, and rank 0 sees all of them in its folder. Until then, also if a process dies
+    meanwhile, the checkpoint before it stays the latest. save() refuses what load() would refuse. If one rank can't write, all raise.
 
     Args:
         folder: the same on all ranks, on storage that all of them see.
@@ -42,18 +51,21 @@ def save(folder: str | Path, averager: Averager, position: Any = None, *, keep: 
         others: everything else that has a state: optimizer=opt, scheduler=scheduler, scaler=scaler.
     """
     _check_order("save", folder, averager)
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, got keep={keep}")
+    check_whole("keep", keep, 1)
+    if hasattr(position, "state_dict"):
+        raise TypeError(f"position is for plain values, got {type(position).__name__}: give it by name, as in {_call('save')}")
     averager.refuse_inside_averaged("rumor.save()")
     _check_stateful(others)
     if averager.has_left:
         raise RuntimeError("this node has left the job: call rumor.save() before finish() or leave()")
     if not averager.together(partial(_save, Path(folder), averager, position, keep, others)):
-        warnings.warn(f"this node has written no checkpoint at step {averager.steps}: it is not with the others", stacklevel=2)
+        why = "the others have gone on without it"
+        warnings.warn(f"rumor.save: this node has written no checkpoint at step {averager.steps}, because {why}", stacklevel=3)
 
 
 def _save(folder: Path, averager: Averager, position: Any, keep: int, others: dict[str, Stateful]) -> bool:
     replica, name = averager.replica, f"step-{averager.steps:08d}"
+    _compare_names(averager, folder, "starting a checkpoint")
     name = numbered(name, replica.node.from_first(free_number(folder, name)))
     state = {
         "format": FORMAT,
@@ -65,12 +77,35 @@ def _save(folder: Path, averager: Averager, position: Any, keep: int, others: di
         "kinds": {name: type(other).__name__ for name, other in others.items()},
     }
     by_all(averager, partial(write, folder / name / file_of(replica.node.place), state), "writing a checkpoint")
+    _wait_for_files(averager, folder, name)
     entry = {"name": name, "step": averager.steps, "nodes": averager.engine.n, "ranks_of_a_node": replica.node.size}
     is_first = replica.node.place == (0, 0)
-    by_all(averager, partial(add_entry, folder, entry, keep) if is_first else lambda: None, "noting a checkpoint")
+    by_all(averager, partial(add_entry, folder, entry, keep) if is_first else lambda: None, "updating latest.json")
     return True
 
 
+def _compare_names(averager: Averager, folder: Path, doing: str) -> None:
+    """Raise on every rank if they were given folders of different names. A collective."""
+    averager.replica.node.meet({"name of the checkpoint folder, which must be one folder for all": folder.absolute().name}, doing)
+
+
+def _wait_for_files(averager: Averager, folder: Path, name: str) -> None:
+    """Wait until rank 0 sees the files of all ranks. If some do not come, raise on every rank. A collective."""
+    node = averager.replica.node
+    is_first, files = node.place == (0, 0), [file_of((i, j)) for i in range(averager.engine.n) for j in range(node.size)]
+    for look in range(LOOKS):
+        if is_first and look:
+            time.sleep(LOOK_AGAIN)
+        seen = node.from_first(seen_in(folder / name, files) if is_first else 0)
+        if seen == len(files):
+            return
+    raise ValueError(
+        f"this checkpoint could not be loaded: rank 0 sees {seen} of its {len(files)} files, and this rank has written to "
+        f"{folder.absolute()}. Give rumor.save() a folder on storage that all nodes share. An earlier checkpoint stays the latest"
+    )
+
+
+@rest_by_name(_call("load"))
 def load(folder: str | Path, averager: Averager, *, step: int | None = None, **others: Stateful) -> Any:
     """Continue from the latest checkpoint in `folder`, and return its `position`.
 
@@ -91,6 +126,8 @@ def load(folder: str | Path, averager: Averager, *, step: int | None = None, **o
     In an elastic group, a node that joins a job under way has the members' state already: this then returns its step, and reads nothing.
     """
     _check_order("load", folder, averager)
+    if step is not None:
+        check_whole("step", step, 0)
     averager.refuse_inside_averaged("rumor.load()")
     _check_stateful(others)
     if averager.is_elastic and averager.steps > 0:
@@ -100,9 +137,10 @@ def load(folder: str | Path, averager: Averager, *, step: int | None = None, **o
 
 
 def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, Stateful]) -> Any:
+    _compare_names(averager, folder, "looking for a checkpoint")
     entry = by_all(averager, partial(find_entry, folder, step), "looking for a checkpoint")
-    found = "none" if entry is None else f"{entry['name']} of {entry['nodes']} nodes"
-    averager.replica.node.meet({f"checkpoint in {folder.name} (is it on storage that all see?)": found}, "looking for a checkpoint")
+    found = "none" if entry is None else f"{entry['name']} of {_nodes(entry['nodes'])}"
+    averager.replica.node.meet({"checkpoint to load (is the folder on storage that all nodes share?)": found}, "looking for a checkpoint")
     is_first = averager.replica.node.place == (0, 0)
     if entry is None:
         if is_first:
@@ -118,24 +156,41 @@ def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, 
         with ordinary_tensors():
             averager.replica.continue_schedule(state["averager"])
         if is_first:
-            print(f"rumor.load: {_with_other_nodes(entry, averager.engine.n, others)}", file=sys.stderr, flush=True)
+            print(f"rumor.load: {_with_other_nodes(entry, averager, others)}", file=sys.stderr, flush=True)
     for name, other in others.items():
         other.load_state_dict(state["others"][name])
     if is_first and (left_out := sorted(set(state["others"]) - set(others))):
         names = ", ".join(f"{name} ({state['kinds'][name]})" for name in left_out)
-        call = ", ".join(f"{name}={name}" for name in left_out)
-        warnings.warn(f"the saved state of {names} is not loaded, and starts anew: use rumor.load(folder, averager, {call})", stacklevel=4)
+        call = ", ".join(f"{name}={name}" for name in (*others, *left_out))
+        one, many = f"the saved state of {names} is not loaded and starts", f"the saved states of {names} are not loaded and start"
+        warnings.warn(f"{one if len(left_out) == 1 else many} anew: use rumor.load(folder, averager, {call})", stacklevel=5)
     return state["position"]
 
 
-def _with_other_nodes(entry: dict[str, Any], n: int, others: Collection[str]) -> str:
+def _with_other_nodes(entry: dict[str, Any], averager: Averager, others: Collection[str]) -> str:
     """Say what becomes of a checkpoint of another number of nodes."""
-    was = entry["nodes"]
-    rest = f"node i takes the {' and '.join(others)} of saved node i{f' % {was}' * (n > was)}, " if others else ""
-    return (
-        f"{entry['name']} of {was} node{'s' * (was > 1)} is loaded on {n}: all start from the mean of the saved models, {rest}"
-        "and the step count goes on. Random numbers and the rest of the method's state start anew"
+    was, n = entry["nodes"], averager.engine.n
+    what = " and ".join(others)
+    if n == 1:
+        start, rest = "this node starts from the mean of the saved models", f"it takes the {what} of saved node 0"
+    elif was == 1:
+        start, rest = "all nodes start from the saved model", f"they take the {what} of the saved node"
+    else:
+        start, rest = "all nodes start from the mean of the saved models", f"node i takes the {what} of saved node i"
+        rest += f" % {was}" * (n > was)
+    waits = (
+        f". rumor.elastic(..., min_nodes={was}) would wait for {was} nodes, here and after a loss"
+        if averager.is_elastic and n < was
+        else ""
     )
+    return (
+        f"{entry['name']} of {_nodes(was)} is loaded on {n}: {start}, {f'{rest}, ' if others else ''}and the step count goes on. "
+        f"Random numbers and the rest of the method's state start anew{waits}"
+    )
+
+
+def _nodes(n: int) -> str:
+    return f"{n} node{'s' * (n > 1)}"
 
 
 def by_all(averager: Averager, do: Callable[[], T], doing: str) -> T:
@@ -148,7 +203,7 @@ def by_all(averager: Averager, do: Callable[[], T], doing: str) -> T:
     except Exception as error:  # a damaged file can raise anything, and no rank may wait for this one in vain
         problem = ValueError(f"{doing} failed: {type(error).__name__}: {error}")
     try:
-        averager.replica.node.meet({f"outcome of {doing}": "done" if problem is None else str(problem)}, doing)
+        averager.replica.node.meet({f"outcome of {doing}": "succeeded" if problem is None else f"failed: {problem}"}, doing)
     except ValueError:
         if problem is None:
             raise
@@ -164,7 +219,7 @@ def _check_order(function: str, folder: object, averager: object) -> None:
     if not isinstance(folder, str | os.PathLike) or not isinstance(averager, Averager):
         raise TypeError(
             f"rumor.{function}() takes the folder, then the Averager, got {type(folder).__name__} and {type(averager).__name__}: "
-            f'call rumor.{function}("checkpoints", averager, optimizer=opt)'
+            f"call {_call(function)}"
         )
 
 
@@ -178,7 +233,8 @@ def _state_for(averager: Averager, folder: Path, entry: dict[str, Any], others: 
     """Read this rank's own state. With another number of nodes, read that of one node, with the mean of all saved models."""
     replica = averager.replica
     if (was := entry["ranks_of_a_node"]) != (now := replica.node.size):
-        raise ValueError(f"{entry['name']} was saved with {was} ranks a node, and this run has {now}: start it with {was}")
+        ranks = f"{was} rank{'s' * (was > 1)} a node"
+        raise ValueError(f"{entry['name']} was saved with {ranks}, and this run has {now}: start it with {ranks}")
     (node, local_rank), nodes = replica.node.place, entry["nodes"]
     paths = [folder / entry["name"] / file_of((other, local_rank)) for other in range(nodes)]
     path = paths[node % nodes]
@@ -203,14 +259,15 @@ def _check_model(averager: Averager, saved: dict[str, Any], path: Path) -> None:
 
 def _check_others(state: dict[str, Any], others: dict[str, Stateful], path: Path) -> None:
     if missing := sorted(set(others) - set(state["others"])):
-        raise ValueError(f"{path} has no state of {', '.join(missing)}: it was saved with {', '.join(state['others']) or 'none'}")
+        saved = f"it was saved with {', '.join(state['others'])}" if state["others"] else "only the model was saved"
+        raise ValueError(f"{path} has no state of {', '.join(missing)}: {saved}")
     for name, other in others.items():
         if (was := state["kinds"][name]) != (now := type(other).__name__):
-            raise ValueError(f"{path} has the state of {name} as a {was}, but it is a {now} here")
+            raise ValueError(f"{path} has the state of {name} of type {was}, but here it is of type {now}")
         if isinstance(other, torch.optim.Optimizer):
             sizes = [[len(group["params"]) for group in groups] for groups in (state["others"][name]["param_groups"], other.param_groups)]
             if sizes[0] != sizes[1]:
-                raise ValueError(f"{path} has {name} with groups of {sizes[0]} parameters, but they are of {sizes[1]} here")
+                raise ValueError(f"{path} has {name} with groups of {sizes[0]} parameters, but here it has groups of {sizes[1]}")
 
 
 def _mean_of(models: list[dict[str, Tensor]], trained: Collection[str], folder: Path) -> dict[str, Tensor]:

@@ -41,6 +41,9 @@ def numbered(name: str, number: int) -> str:
 
 def write(path: Path, state: dict[str, Any]) -> None:
     """Write a rank's file. Refuses what could not be loaded again."""
+    folder = path.parent.parent
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: rumor.save() takes a folder for checkpoints")
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside:
         torch.save(state, aside)
@@ -52,6 +55,14 @@ def write(path: Path, state: dict[str, Any]) -> None:
                 f"this checkpoint could not be loaded again, because {what} holds more than tensors and plain values (a numpy number, a "
                 "Path, a date?): make it int(...), float(...), str(...) or a tensor"
             ) from error
+
+
+def seen_in(folder: Path, names: list[str]) -> int:
+    """Return how many of these files are in the folder. It is listed, because that makes network file systems look again."""
+    try:
+        return len({path.name for path in folder.iterdir()} & set(names))
+    except OSError:
+        return 0
 
 
 def _is_plain(part: Any) -> bool:
@@ -100,8 +111,8 @@ def find_entry(folder: Path, step: int | None) -> dict[str, Any] | None:
     wanted = entries if step is None else [entry for entry in entries if entry["step"] == step]
     if wanted or step is None:
         return wanted[-1] if wanted else None
-    there = ", ".join(str(entry["step"]) for entry in entries) or "none"
-    raise ValueError(f"{folder} has no checkpoint after {step} steps, only those after: {there}")
+    there = f"only those after: {', '.join(str(entry['step']) for entry in entries)}" if entries else "and no other"
+    raise ValueError(f"{folder} has no checkpoint after {step} steps, {there}")
 
 
 def _refuse_other_paths(folder: Path) -> None:

@@ -73,5 +73,7 @@ def elastic(
         raise ValueError(f"timeout is in seconds and must be above 0, got timeout={timeout!r}")
     if drop_slow is not None and drop_slow <= 1:
         raise ValueError(f"drop_slow is how many times slower a member may be, and must be above 1, got drop_slow={drop_slow!r}")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f'name must be a string, got {name!r}. A port is part of the address: rumor.elastic("node0:29510")')
     name = name or f"{socket.gethostname()}:{os.getpid()}"
     return ElasticGroup(parse_address(coordinator), name, min_nodes, timeout, drop_slow, job)

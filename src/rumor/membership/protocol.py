@@ -56,6 +56,8 @@ def parse_address(text: str, default_port: int = PORT) -> Address:
     >>> parse_address("node0:29510"), parse_address("10.0.0.1"), parse_address("[::1]:7")
     (Address(host='node0', port=29510), Address(host='10.0.0.1', port=29510), Address(host='::1', port=7))
     """
+    if not isinstance(text, str):
+        raise TypeError(f'the coordinator\'s address is a string, such as "node0:{default_port}", got {text!r}')
     host, colon, port = text.rpartition(":")
     if not colon or text.endswith("]") or (":" in host and not host.startswith("[")):
         host, port = text, str(default_port)

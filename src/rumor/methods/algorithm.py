@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rumor.engines import NO_BUCKETS, Buckets, Buffer, Engine, JoinedBuckets, Pending
 from rumor.schedule import Schedule, ScheduleState
@@ -236,9 +236,10 @@ def topology_or_builder(given: Any) -> Any:
     """Check what a method was given as its topology."""
     if isinstance(given, Topology | _NamedBuilder):
         return given
-    if callable(given):
+    is_model = isinstance(given, nn.Module) or (isinstance(given, type) and issubclass(given, nn.Module))
+    if callable(given) and not is_model:
         return _NamedBuilder(given)
-    raise TypeError(f"topology must be what rumor.ring(n) and its like return, or a builder such as rumor.ring, got {given!r}")
+    raise TypeError(f"topology must be what rumor.ring(n) and its like return, or a builder such as rumor.ring, got {_in_one_line(given)}")
 
 
 def describe(algorithm: Algorithm) -> str:
@@ -258,7 +259,12 @@ def as_number(lr: object, needed_by: object) -> float:
 def check_algorithm(algorithm: object) -> None:
     if not isinstance(algorithm, Algorithm):
         from_text = f": to read it from text, use rumor.method({algorithm!r})" if isinstance(algorithm, str) else ""
-        raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {algorithm!r}{from_text}")
+        raise TypeError(f"algorithm must be what rumor.gossip_pga(...) and its like return, got {_in_one_line(algorithm)}{from_text}")
+
+
+def _in_one_line(given: object) -> str:
+    """Return how a wrong argument prints, or only its type if that takes many lines, as models and optimizers do."""
+    return type(given).__name__ if isinstance(given, nn.Module) or "\n" in repr(given) else repr(given)
 
 
 def _how_to_fit(topology: Topology, n: int) -> str:

@@ -24,14 +24,15 @@ CLASSES = (GossipPGA, SlowMo, DiLoCo, PushSum)  # as a method prints
 TOPOLOGIES = (ring, grid, torus, exponential, one_peer_exponential, base_graph, complete, isolated)
 SCHEDULES = (Never, Periodic, Adaptive, LearningRate)
 KNOWN: dict[str, Callable[..., Any]] = {f.__name__: f for f in (*FUNCTIONS, *CLASSES, *TOPOLOGIES, *SCHEDULES, partial)}
+NAMES = {name.lower().replace("_", ""): name for name in reversed(KNOWN)}  # of GossipPGA and gossip_pga, the function
 
 
 def method(text: str) -> Algorithm:
     """Read a method from text, as you would write it in Python, or as it prints.
 
     The text may have the names of methods, topologies and schedules, numbers, and nothing else: no code is run. A topology without a
-    number of nodes fits any number of nodes. Names may have dashes, as in one-peer-exponential. Graphs and matrices of your own can't be
-    read from text.
+    number of nodes fits any number of nodes. Names may have dashes or spaces, as in one-peer-exponential, and quotes around them. Graphs
+    and matrices of your own can't be read from text.
 
     >>> import rumor
     >>> read = rumor.method("gossip_pga(ring, H=6, bits=4)")
@@ -52,7 +53,7 @@ def method(text: str) -> Algorithm:
         raise ValueError(f"a text of {len(text)} characters can't be read as a method: the longest has {LONGEST}")
     try:
         found = _value(ast.parse(_without_dashes(text.strip()), mode="eval").body)
-        found = _called(found, [], {}) if found in FUNCTIONS else found
+        found = _called(found, [], {}) if found in (*FUNCTIONS, *CLASSES) else found
     except (SyntaxError, RecursionError, MemoryError):  # the last two are of the parser: too many brackets
         raise ValueError(
             f'{text!r} can\'t be read as a method: write it as in Python, "gossip_pga(ring, H=6)"{_on_matrices(text)}'
@@ -65,8 +66,8 @@ def method(text: str) -> Algorithm:
 
 
 def _without_dashes(text: str) -> str:
-    """Spell names as in Python: one_peer_exponential. No method has a subtraction, so a dash between letters is in a name."""
-    return re.sub("(?<=[A-Za-z])-(?=[A-Za-z])", "_", text)
+    """Spell names as in Python: one_peer_exponential. A dash or a space between letters is in a name: a method has no operators."""
+    return re.sub("(?<=[A-Za-z])[- ](?=[A-Za-z])", "_", text)
 
 
 def _value(node: ast.expr) -> Any:
@@ -78,11 +79,15 @@ def _value(node: ast.expr) -> Any:
     if isinstance(node, ast.Tuple):
         return tuple(map(_value, node.elts))
     if isinstance(node, ast.Name | ast.Attribute):
-        return _known(node)
+        return _known(ast.unparse(node))
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if node.value.isidentifier():
+            return _known(node.value)
+        raise ValueError(f"{ast.unparse(node)} is in quotes: leave them out, as in gossip_pga(ring(8), H=6)")
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
         options = {keyword.arg: _value(keyword.value) for keyword in node.keywords if keyword.arg is not None}
         if len(options) == len(node.keywords):  # else there is a **
-            return _called(_known(node.func), [_value(argument) for argument in node.args], options)
+            return _called(_known(ast.unparse(node.func)), [_value(argument) for argument in node.args], options)
     raise ValueError(f"{ast.unparse(node)} is neither a number nor a name with its arguments")
 
 
@@ -92,17 +97,22 @@ def _number(value: object) -> float:
     return value
 
 
-def _known(node: ast.Name | ast.Attribute) -> Callable[..., Any]:
+def _known(name: str) -> Callable[..., Any]:
     """Look up a name, which may be written as rumor.ring or functools.partial."""
-    name = ast.unparse(node)
     plain = name.removeprefix("functools.") if name == "functools.partial" else name.removeprefix("rumor.")
     if plain not in KNOWN:
         kinds = (("topologies", TOPOLOGIES), ("methods", FUNCTIONS), ("schedules", SCHEDULES))
         there = "; ".join(f"{_names(group)} ({kind})" for kind, group in kinds)
-        near = difflib.get_close_matches(plain, KNOWN, n=1)
-        meant = f". Did you mean {near[0]}? There" if near else ", but there"
+        near = _nearest(plain)
+        meant = f". Did you mean {near}? There" if near else ", but there"
         raise ValueError(f"there is no {name!r}{meant} are {there}{_on_matrices(name)}")
     return KNOWN[plain]
+
+
+def _nearest(name: str) -> str | None:
+    """Return the known name that is nearest to this one, in any case, with or without underscores."""
+    near = difflib.get_close_matches(name.lower().replace("_", ""), NAMES, n=1)
+    return NAMES[near[0]] if near else None
 
 
 def _called(function: Callable[..., Any], arguments: list[Any], options: dict[str, Any]) -> Any:
@@ -113,8 +123,9 @@ def _called(function: Callable[..., Any], arguments: list[Any], options: dict[st
         try:
             signature.bind(*arguments, **options)
         except TypeError as error:
-            takes = ", ".join(signature.parameters)
-            raise ValueError(f"{function.__name__}: {error}; it takes {takes}") from None
+            name, takes = function.__name__, ", ".join(signature.parameters)
+            meant = f". Did you mean {near}?" if (near := _nearest(name)) not in (None, name) else ""
+            raise ValueError(f"{name}: {error}; it takes {takes}{meant}") from None
     return function(*arguments, **options)
 
 

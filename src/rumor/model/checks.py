@@ -8,6 +8,11 @@ from torch.nn.parameter import UninitializedParameter
 from rumor.model.tensors import is_sharded, local_part
 
 
+def check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model comes first and must be a torch.nn.Module, got {type(model).__name__}")
+
+
 def trained_and_frozen(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the parameters that are averaged, and those that are left alone because they do not train."""
     parameters = list(module.parameters())

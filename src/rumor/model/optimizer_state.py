@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
@@ -42,8 +42,6 @@ class OptimizerState:
         in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.optimizer, self._parameters = optimizer, [p for p in parameters if id(p) in in_groups]
         self._average_state = average_state
-        if not self._parameters:
-            raise ValueError("optimizer= has none of the model's parameters: build it from model.parameters() (in a Simulator, sim's)")
         self._create_missing()
         self._places = [(p, name) for name in AVERAGED for p in self._parameters if self._get(p, name) is not None]
         if not self._places:
@@ -118,10 +116,14 @@ class OptimizerState:
             raise ValueError(f"average_state does not know {', '.join(unknown)} of {self._kind}: it averages {', '.join(AVERAGED)}")
 
 
-def check_average_state(algorithm: Algorithm, optimizer: object, average_state: object) -> None:
-    """Refuse what can't be done with the optimizer's state."""
+def check_average_state(algorithm: Algorithm, optimizer: object, average_state: object, parameters: Iterable[Tensor]) -> None:
+    """Refuse the optimizer of another model, and what can't be done with its state."""
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer takes the model's torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if optimizer is not None:
+        in_groups = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if in_groups.isdisjoint(map(id, parameters)):
+            raise ValueError("optimizer= has none of the model's parameters: build it from model.parameters() (in a Simulator, sim's)")
     if average_state is None:
         return
     if average_state not in ("global", "always"):

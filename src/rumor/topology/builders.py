@@ -149,7 +149,10 @@ def _named(kind: str, matrices: Sequence[Matrix], push_only: bool = False) -> To
 
 
 def _doubly_stochastic(given: Any, name: str) -> Sparse:
-    W = np.array(given.detach().cpu().numpy() if isinstance(given, Tensor) else given, dtype=np.float64)
+    try:
+        W = np.array(given.detach().cpu().numpy() if isinstance(given, Tensor) else given, dtype=np.float64)
+    except (TypeError, ValueError) as error:  # text, rows of different lengths, a graph
+        raise ValueError(f"{name} must be a square matrix of numbers: {error}") from None
     if W.ndim != 2 or W.shape[0] != W.shape[1] or len(W) == 0:
         raise ValueError(f"{name} must be square, one row and one column for each node, got shape {W.shape}")
     for i, j in np.argwhere(~(W >= 0)):
