@@ -33,8 +33,8 @@ PLACES = ("sending", "averaging", "arriving", "connecting", "handing over", "tak
 class Faults:
     """One job, and the faults that happen to it."""
 
-    def __init__(self, job: Job, method: str, seed: int):
-        self.job, self.method, self.chosen = job, method, random.Random(seed)
+    def __init__(self, job: Job, seed: int, method: str = "pga"):
+        self.job, self.chosen, self.method = job, random.Random(seed), method
         self.alive: list[str] = []
         self.stopped: set[str] = set()  # were once stopped for long, and so may have skipped steps
         self.started = 0
@@ -180,7 +180,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, Job(Path(folder), steps=10**9, pause=0.02, method=options.method) as job:
         found = {
             "seed": options.seed,
-            **Faults(job, options.method, options.seed).run(options.faults, lambda line: print(line, flush=True)),
+            **Faults(job, options.seed, options.method).run(options.faults, lambda line: print(line, flush=True)),
         }
     print(json.dumps(found))
     if options.out is not None:
