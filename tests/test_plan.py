@@ -142,7 +142,7 @@ def test_three_nodes_may_gossip_because_an_all_reduce_sends_a_third_more() -> No
 def test_the_basis_tells_measured_steps_from_sums_and_predictions() -> None:
     assert recommend(4, WORK, measured(step_seconds={})).basis == "120 ms is the sum of measured parts, 250 ms a measured step"
     assert recommend(4, WORK, Measured(0.5, {"ring": 0.1})).basis == "both are sums of measured parts"
-    assert recommend(32, WORK, Link(1e8)).basis == "both times are predicted, without overlap"
+    assert recommend(32, WORK, Link(1e8)).basis == "both are predicted, without overlap"
 
 
 def test_a_period_of_one_s_own_is_not_that_of_the_probe() -> None:
@@ -184,7 +184,7 @@ def test_the_page_fits_the_terminal(line: str, width: int, monkeypatch: pytest.M
     wide = [each for each in page.splitlines() if len(each) > width and " " in each.strip()]  # a path alone can't be broken
     assert wide == []
     assert max(map(len, page.splitlines())) > 0.6 * min(width, 100)
-    assert ("do not fit into 60 characters: at best, sent" in " ".join(page.split())) == (width == 60 and "paper" not in line)
+    assert ("do not fit into 60 characters: overlapped, sent" in " ".join(page.split())) == (width == 60 and "paper" not in line)
 
 
 def test_where_there_is_no_terminal_lines_have_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +201,7 @@ def test_the_recommendation_is_marked_in_the_table(capsys: pytest.CaptureFixture
     assert len(re.findall(r"^Take ", page, re.M)) == 1
     assert main([*PROBE.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["recommendation"]
-    assert f"\n{found['sentence']}." in page
+    assert f"\n{found['sentence']}; both are measured steps, by rumor probe (4 processes" in page.replace("ms;\nboth", "ms; both")
 
 
 def test_samples_that_overlap_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
