@@ -109,7 +109,7 @@ def why(compared: Comparison) -> str:
     if takes_own_parallel(compared):
         return (
             f"an all-reduce takes {milliseconds(compared.mean)} and a gossip step "
-            f"{milliseconds(compared.gossip - compared.workload.compute)}, so averaging all nodes at every step costs no more. DDP was "
+            f"{milliseconds(compared.gossip - compared.workload.compute)}, so a step that averages all nodes costs at most 10% more than a gossip step. DDP was "
             f"timed at {milliseconds(compared.parallel.seconds)}, but rumor.parallel_sgd takes only {milliseconds(compared.best.seconds)}"
         )
     if compared.plain is not None:
