@@ -75,8 +75,8 @@ def test_delay_is_shown_and_never_recommended() -> None:
         rows = predict(4, WORK, network, H=3, bits=4)
         assert {row.name for row in rows if row.delay} == {"Gossip-PGA, delay=1", "Gossip-PGA, 4 bits, delay=1"}
         (note,) = [note for note in advice.notes if "delay=1" in note] or [""]
-        assert ("not shown to be as good" in note) == bool(note)
-    assert any("is faster, a step of 77 ms, but not shown to be as good" in note for note in recommend(4, WORK, measured()).notes)
+        assert ("was not shown to be as good" in note) == bool(note)
+    assert any("is faster, a step of 77 ms, but was not shown to be as good" in note for note in recommend(4, WORK, measured()).notes)
 
 
 def test_a_slower_delay_is_not_mentioned() -> None:

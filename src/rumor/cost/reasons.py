@@ -109,8 +109,9 @@ def why(compared: Comparison) -> str:
     if takes_own_parallel(compared):
         return (
             f"an all-reduce takes {milliseconds(compared.mean)} and a gossip step "
-            f"{milliseconds(compared.gossip - compared.workload.compute)}, so a step that averages all nodes costs at most 10% more than a gossip step. DDP was "
-            f"timed at {milliseconds(compared.parallel.seconds)}, but rumor.parallel_sgd takes only {milliseconds(compared.best.seconds)}"
+            f"{milliseconds(compared.gossip - compared.workload.compute)}, so a step that averages all nodes costs at most 10% more than a "
+            f"gossip step. DDP was timed at {milliseconds(compared.parallel.seconds)}, but rumor.parallel_sgd takes only "
+            f"{milliseconds(compared.best.seconds)}"
         )
     if compared.plain is not None:
         return _why_coded_parallel(compared, compared.plain)
@@ -296,7 +297,7 @@ def _note_on_delay(compared: Comparison) -> list[str]:
     how = f"is faster, a step of {milliseconds(seconds)}"
     if measured is None:
         how = f"may be faster ({milliseconds(seconds)} if all messages travel while the nodes compute)"
-    return [f"{best.text[:-1]}, delay=1) {how}, but not shown to be as good: {DELAY_MISSES}"]
+    return [f"{best.text[:-1]}, delay=1) {how}, but was not shown to be as good: {DELAY_MISSES}"]
 
 
 def _note_on_elastic(compared: Comparison) -> list[str]:
