@@ -255,6 +255,16 @@ def test_constants_over_H_are_those_of_the_theory(run: Run) -> None:
     assert found["over_H"][4]["transient_stage"] == pytest.approx(rumor.theory.transient_stage(rumor.gossip_pga(ring, 16)))
 
 
+def test_pages_say_what_their_columns_mean(run: Run) -> None:
+    page = " ".join(run("topology ring -n 20")[1].split())
+    assert "what a step leaves of the disagreement (0: nothing, 1: all)" in page
+    assert "about how many steps it takes until training is as good as with a global average at every step" in page
+    assert "if the nodes' data are alike (iid)" in " ".join(run("topology ring -n 20 --iid")[1].split())
+    plan = " ".join(run(f"plan -n 32 {LINK}")[1].split())
+    assert "overlapped: the step if all messages could travel while the nodes compute: a lower limit." in plan
+    assert "at best" not in plan
+
+
 def test_ten_thousand_nodes_leave_out_what_would_take_long(run: Run) -> None:
     page = run("topology grid -n 10000")[1]
     assert "too many for a picture" in page
