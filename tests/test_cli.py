@@ -17,6 +17,7 @@ import pytest
 
 import rumor
 from rumor.cli import demo_comparison, main, units
+from rumor.cli.command_line import build_parser
 from rumor.cli.probe import probe_page
 from rumor.cost import TOPOLOGIES
 from rumor.probe import Probe
@@ -79,6 +80,10 @@ def test_units(parse: Callable[[str], float], text: str, value: float) -> None:
         (f"plan -n 32 {LINK.replace('10Gbit/s', '3125000000')}", "'3125000000' has no unit"),
         (f"plan -n 32 {LINK.replace('10Gbit/s', '10bit/s')}", "'10bit/s' is slower than any network (8 kbit/s)"),
         (f"plan -n 32 {LINK.replace('50us', '50s')}", "'50s' is longer than any latency (10 s): write 50us or 1ms"),
+        (f"plan -n 32 {LINK.replace('50us', '50')}", "'50' has no unit: write for example 50us or 50ms"),
+        (f"plan -n 32 {LINK.replace('10Gbit/s', '10Gbps')}", "'10Gbps' is not in the form that this command reads: write 10Gbit/s"),
+        (f"plan -n 32 {LINK.replace('10Gbit/s', '1.5MBps')}", "write 1.5MB/s"),
+        ("plan --probe docs", "docs is a folder: name the file that `rumor probe` wrote, for example docs/probe.json"),
         (f"plan -n 32 {LINK.replace('10Gbit/s', '10Gb/s')}", "write 25Gbit/s (bits) or 3.1GB/s (bytes)"),
         (f"plan -n 32 {LINK.replace('50us', '-50us')}", "latency must be finite and not negative"),
         (f"plan -n 32 {LINK} --all-reduce 1s --gossip 1s", "given twice"),
@@ -125,6 +130,35 @@ def test_rumor_alone_prints_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.startswith("usage: rumor")
     assert all(command in out for command in ("demo", "plan", "probe", "topology"))
     assert error == ""
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """The parsers of `rumor` and of all its commands."""
+    parser = build_parser()
+    (subparsers,) = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return {"rumor": parser, **subparsers.choices}
+
+
+@pytest.mark.parametrize("width", [60, 80])
+@pytest.mark.parametrize("command", commands())
+def test_help_fits_the_terminal_and_breaks_no_words(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def help_at(width: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(width))
+        return commands()[command].format_help()
+
+    def words(page: str) -> list[str]:
+        return [word for word in page.split() if word != "\\"]  # which continues a command on the next line
+
+    found = help_at(width)
+    assert [line for line in found.splitlines() if len(line) > width] == []
+    assert words(found) == words(help_at(1000))
+
+
+def test_commands_in_help_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    page = commands()["plan"].format_help()
+    assert "\n  rumor plan --paper resnet50\n" in page
+    assert page.replace(" \\\n   ", "").count("--compute 146ms --all-reduce 278ms --gossip 150ms") == 1
 
 
 def test_the_table_shows_what_the_json_holds(run: Run) -> None:
@@ -219,6 +253,16 @@ def test_constants_over_H_are_those_of_the_theory(run: Run) -> None:
         assert row["C"] == pytest.approx(rumor.theory.C_beta(ring.beta, H))
         assert row["D"] == pytest.approx(rumor.theory.D_beta(ring.beta, H))
     assert found["over_H"][4]["transient_stage"] == pytest.approx(rumor.theory.transient_stage(rumor.gossip_pga(ring, 16)))
+
+
+def test_pages_say_what_their_columns_mean(run: Run) -> None:
+    page = " ".join(run("topology ring -n 20")[1].split())
+    assert "what a step leaves of the disagreement (0: nothing, 1: all)" in page
+    assert "about how many steps it takes until training is as good as with a global average at every step" in page
+    assert "if the nodes' data are alike (iid)" in " ".join(run("topology ring -n 20 --iid")[1].split())
+    plan = " ".join(run(f"plan -n 32 {LINK}")[1].split())
+    assert "overlapped: the step if all messages could travel while the nodes compute: a lower limit." in plan
+    assert "at best" not in plan
 
 
 def test_ten_thousand_nodes_leave_out_what_would_take_long(run: Run) -> None:

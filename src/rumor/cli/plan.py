@@ -8,13 +8,13 @@ from typing import Any
 
 from rumor.cli.paper import paper_page
 from rumor.cli.plan_page import Inputs, json_page, page
-from rumor.cli.units import bandwidth, count, latency, nodes, seconds, show_bytes, show_count, show_seconds
+from rumor.cli.units import bandwidth, count, latency, nodes, seconds, show_bytes, show_count, show_nodes, show_seconds
 from rumor.cli.user_model import load_model
-from rumor.cost import TOPOLOGIES, Link, Measured, Network, Workload, predict, recommend
-from rumor.cost.network import in_python
+from rumor.cost import TOPOLOGIES, Link, Measured, Network, Prediction, Recommendation, Workload, predict, recommend
+from rumor.cost.network import in_python, same_as
 from rumor.cost.paper import TRAININGS
+from rumor.cost.reasons import ddp_with
 from rumor.cost.recommendation import FEWEST_BITS, gossip_to_compare
-from rumor.methods.from_text import method
 from rumor.plots import draw_plan
 from rumor.probe import Probe
 
@@ -39,7 +39,7 @@ def add_plan(commands: Any) -> None:
         help="predict the cost of every method and topology, and recommend one",
         description="Predicts the time per step, bytes, hours and transient stage of every method and topology, and recommends one.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="rumor plan [options]",
     )
     parser.add_argument("-n", "--nodes", type=nodes, help="number of nodes")
     size = parser.add_mutually_exclusive_group()
@@ -98,16 +98,16 @@ def run(options: argparse.Namespace) -> int:
     inputs = read_inputs(options)
     planned, bits = (inputs.n, inputs.workload, inputs.network), int(options.bits)
     advice = recommend(*planned, H=options.period, max_period=options.max_period, iid=options.iid, bits=bits)
-    if inputs.probe is not None and (doubt := _doubt(inputs.probe, advice.bits)) is not None:
+    if inputs.probe is not None and (doubt := _doubt(inputs.probe, advice)) is not None:
         advice = replace(advice, notes=(*advice.notes, doubt))
     H = options.period or advice.H  # so that the recommendation is a row of the table
     if H == 1 and options.period is None:
-        H = gossip_to_compare(*planned, advice.bits, options.max_period)[1]
+        H = _period(advice.against) or gossip_to_compare(*planned, advice.bits, options.max_period)[1]
     rows = predict(*planned, H=H, H_max=max(64, H), bits=bits)
     is_chosen = (advice.method, advice.topology, advice.H, advice.bits, advice.seconds)
     chosen = next((row for row in rows if (row.method, row.topology, row.H, row.bits, row.seconds) == is_chosen), None)
     if options.out:
-        title = f"{inputs.n} nodes, {show_count(inputs.workload.parameters)} parameters; {inputs.source}"
+        title = f"{show_nodes(inputs.n)}, {show_count(inputs.workload.parameters)} parameters; {inputs.source}"
         draw_plan(rows, chosen, inputs.workload.compute, title, options.out)
     print(json_page(inputs, rows, advice) if options.json else page(inputs, rows, chosen, advice, options.iid, options.all))
     if options.out and not options.json:
@@ -115,22 +115,30 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _doubt(probe: Probe, bits: int) -> str | None:
-    """Say so if the samples of DDP and of Gossip-PGA overlap, because another probe may then lead to another plan.
+def _period(row: Prediction | None) -> int | None:
+    """The period of Gossip-PGA; None for DDP, which has none."""
+    return row.H if row is not None and row.method == "Gossip-PGA" else None
+
+
+def _doubt(probe: Probe, advice: Recommendation) -> str | None:
+    """Say so if the samples of the two methods of the sentence overlap, because another probe may then lead to another plan.
 
     One slow sample alone, more than twice as slow as the median, is no reason to doubt.
     """
-    steps = {name: timing for name, timing in probe.steps.items() if method(name).bits == bits and "delay" not in name}
-    if probe.ddp is None or not steps:
+    samples = {"DDP": probe.ddp, **{ddp_with(bits): timing for bits, timing in probe.coded_ddp.items()}, **probe.steps}
+    names = (advice.text, advice.against.text if advice.against else "")
+    mine, other = map(samples.get, names)
+    if mine is None or other is None:
         return None
-    name = min(steps, key=lambda name: steps[name].median)
-    faster, slower = sorted((probe.ddp, steps[name]), key=lambda timing: timing.median)
+    faster, slower = sorted((mine, other), key=lambda timing: timing.median)
     if slower.fastest > min(faster.slowest, 2 * faster.median):
         return None
-    (a, b), (c, d) = ((show_seconds(each.fastest), show_seconds(each.slowest)) for each in (probe.ddp, steps[name]))
+    spans = (
+        f"{name} ({show_seconds(each.fastest)} to {show_seconds(each.slowest)})" for name, each in zip(names, (mine, other), strict=True)
+    )
     return (
-        f"this choice may be chance: the samples of DDP ({a} to {b}) and of {name} ({c} to {d}) overlap. Probe again on idle machines, "
-        f"with more than --repeats {probe.repeats}"
+        f"this choice may be chance: the samples of {' and of '.join(spans)} overlap. Probe again on idle machines, with more than "
+        f"--repeats {probe.repeats}"
     )
 
 
@@ -179,19 +187,19 @@ def _network(options: argparse.Namespace, probe: Probe | None, n: int, workload:
     if options.latency is not None:
         raise ValueError("--latency describes a link, which also needs a bandwidth: give --bandwidth 25Gbit/s, too")
     if by_times:
-        return _measured_network(options, workload), "times from the options", "from the options"
+        return _measured_network(options, n, workload), "times from the options", "from the options"
     if probe is None:
         raise ValueError("the network is missing: give --bandwidth 25Gbit/s, or --all-reduce 278ms --gossip 150ms, or --probe FILE")
     if (n, workload.bytes) == (probe.n, probe.parameters * probe.bytes_per_parameter):
         is_whole = workload.compute == probe.compute.median  # else its whole steps are not those of this plan
-        return probe.measured(is_whole), f"times from {options.probe}", f"by rumor probe: {probe.where}"
+        return probe.measured(is_whole), f"times from {options.probe}", f"by rumor probe ({probe.where})"
     link = probe.link()
     size = show_bytes(probe.parameters * probe.bytes_per_parameter)
     source = f"{_show_link(link)}, from {options.probe}, because its times are for {probe.n} nodes and {size}"
-    return link, source, f"from the link that rumor probe measured: {probe.where}"
+    return link, source, f"from the link that rumor probe measured ({probe.where})"
 
 
-def _measured_network(options: argparse.Namespace, workload: Workload) -> Measured:
+def _measured_network(options: argparse.Namespace, n: int, workload: Workload) -> Measured:
     if options.all_reduce is None or options.gossip is None:
         raise ValueError("measured times come in pairs: give both --all-reduce 278ms and --gossip 150ms")
     if options.ddp is not None and not options.ddp >= workload.compute:
@@ -199,17 +207,18 @@ def _measured_network(options: argparse.Namespace, workload: Workload) -> Measur
             f"--ddp {options.ddp:g} s is the time of a whole step and can't be less than the compute time in it, {workload.compute:g} s"
         )
     ddp = None if options.ddp is None else options.ddp - workload.compute
-    return Measured(options.all_reduce, _gossip_times(options.gossip), ddp)
+    return Measured(options.all_reduce, _gossip_times(options.gossip, n), ddp)
 
 
-def _gossip_times(texts: list[str]) -> dict[str, float]:
-    times: dict[str, float] = {}
+def _gossip_times(texts: list[str], n: int) -> dict[str, float]:
+    times, first = dict[str, float](), same_as(n)
     for text in texts:
-        name, time = _gossip_time(text)
+        given, time = _gossip_time(text)
+        name = first[given]
         if name in times:
-            raise ValueError(
-                f"--gossip {text}: {in_python(name)} already has a time; name another topology, for example --gossip ring=300ms"
-            )
+            same = "" if name == given else f", and {in_python(given)} is the same for {n} nodes"
+            another = "" if len(set(first.values())) == 1 else "; name another topology, for example --gossip ring=300ms"
+            raise ValueError(f"--gossip {text}: {in_python(name)} already has a time{same}{another}")
         times[name] = time
     return times
 

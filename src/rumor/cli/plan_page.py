@@ -7,15 +7,16 @@ import sys
 from dataclasses import asdict, dataclass
 
 from rumor.cli.table import columns, fitted, paragraph
-from rumor.cli.units import show_bytes, show_count, show_seconds
+from rumor.cli.units import show_bytes, show_count, show_nodes, show_seconds
 from rumor.cost import Measured, Network, Prediction, Recommendation, Workload
-from rumor.cost.network import in_python
+from rumor.cost.network import in_python, same_as
 from rumor.probe import Probe
 
-HEAD = ("method", "H", "step", "at best", "sent", "hours", "transient", "")
-LESS_NEEDED = ("at best", "sent", "transient", "hours")  # columns that a narrow terminal has no room for, the first ones first
+HEAD = ("method", "H", "step", "overlapped", "sent", "hours", "transient", "")
+LESS_NEEDED = ("overlapped", "sent", "transient", "hours")  # columns that a narrow terminal has no room for, the first ones first
 LEGEND = {  # by column
-    "at best": "with perfect overlap (delay=1, or DDP's buckets), where OSGP is between `step` and this.",
+    "overlapped": "the step if all messages could travel while the nodes compute: a lower limit. With delay=1, in OSGP and in DDP, some of "
+    "them do.",
     "sent": "bytes that the busiest node sends per step.",
     "transient": "order of magnitude of the number of steps until the method is as good as DDP (Parallel SGD), {data}. A bound from theory "
     "to compare rows by, no forecast of your run: lower is better.",
@@ -60,11 +61,13 @@ def page(inputs: Inputs, rows: list[Prediction], chosen: Prediction | None, advi
     others = [] if shows_all else _on_other_topologies(rows, chosen, advice)
     shown = [row for row in rows if row.topology is None or row.topology not in {other.topology for other in others}]
     head = (
-        f"{inputs.n} nodes, {show_count(w.parameters)} parameters of {w.bytes_per_parameter:g} bytes ({show_bytes(w.bytes)}), "
-        f"{show_seconds(w.compute)} of computing, {w.steps:,} steps; {inputs.source}"
+        f"{show_nodes(inputs.n)}, {show_count(w.parameters)} parameters of {w.bytes_per_parameter:g} bytes ({show_bytes(w.bytes)}), "
+        f"{show_seconds(w.compute)} of computing, {w.steps:,} step{'s' * (w.steps != 1)}; {inputs.source}"
     )
     text, left_out = fitted(HEAD, [*_by_topology(shown, chosen, iid), *_others(others, rows, iid)], LESS_NEEDED, columns(sys.stdout))
     legend = _legend(rows, iid, inputs.network, left_out)
+    if (same := same_topologies(inputs.n)) and inputs.n > 1:
+        legend.append(same)
     if others:
         legend.append("`--all` shows every method on every topology.")
     lines = [paragraph(head), "", text, "", *map(paragraph, legend), ""]
@@ -72,9 +75,27 @@ def page(inputs: Inputs, rows: list[Prediction], chosen: Prediction | None, advi
 
 
 def advice_lines(advice: Recommendation, measured_by: str) -> list[str]:
-    """The recommendation: one sentence, what it was measured by, and why."""
-    lines = [f"{advice.basis}, {measured_by}", f"why: {advice.reason}"] if advice.basis else []
-    return [paragraph(f"{advice.sentence}."), *map(_remark, lines)]
+    """The recommendation: one sentence, which says what it was measured by, and the reason."""
+    if not advice.basis:
+        return [paragraph(f"{advice.sentence}.")]
+    return [paragraph(f"{advice.sentence}; {advice.basis}, {measured_by}."), _remark(f"why: {advice.reason}")]
+
+
+def same_topologies(n: int) -> str:
+    """Says which topologies are the same for n nodes; "" if none are.
+
+    >>> same_topologies(3)
+    'With 3 nodes, torus and exponential are the same as ring.'
+    """
+    alike: dict[str, list[str]] = {}
+    for name, first in same_as(n).items():
+        if name != first:
+            alike.setdefault(in_python(first), []).append(in_python(name))
+    found = [
+        f"{' and '.join(filter(None, (', '.join(b[:-1]), b[-1])))} {'is' if len(b) == 1 else 'are'} the same as {a}"
+        for a, b in alike.items()
+    ]
+    return f"With {show_nodes(n)}, {', and '.join(found)}." if found else ""
 
 
 def _remark(text: str) -> str:
@@ -101,11 +122,13 @@ def _legend(rows: list[Prediction], iid: bool, network: Network, left_out: list[
 
 def _on_other_topologies(rows: list[Prediction], chosen: Prediction | None, advice: Recommendation) -> list[Prediction]:
     """Gossip-PGA as it is recommended, or compared with DDP, on each topology but the best: one row each."""
-    kind = ("Gossip-PGA", advice.bits, 0, False)
+    against = advice.against if advice.against and advice.against.topology else None  # Gossip-PGA, where DDP is recommended
+    kind = ("Gossip-PGA", against.bits if against else advice.bits, 0, False)
     alike = [row for row in rows if (row.method, row.bits, row.delay, row.is_elastic) == kind]
     if not alike:
         return []
-    best = chosen.topology if chosen and chosen.topology else min(alike, key=lambda row: (not row.is_measured, row.seconds)).topology
+    shown = chosen if chosen and chosen.topology else against
+    best = shown.topology if shown else min(alike, key=lambda row: (not row.is_measured, row.seconds)).topology
     by_topology = {row.topology: row for row in reversed(alike)}  # the first row of each
     return [by_topology[name] for name in dict.fromkeys(row.topology for row in alike) if name != best]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rumor.cli.plan_page import same_topologies
 from rumor.cli.table import paragraph, table
 from rumor.cli.units import count, seconds, show_bytes, show_count, show_seconds
 from rumor.cli.user_model import FORM, load_model
@@ -34,7 +35,8 @@ def add_probe(commands: Any) -> None:
         help="measure computing, gossip, all-reduce and whole steps on your own cluster",
         description="Measures computing, DDP, gossip on each topology, all-reduce, and whole steps of Gossip-PGA (with 4 bits, with "
         "delay=1, in an elastic group) with the real engine, and writes a file for `rumor plan --probe`. Start it with torchrun on the "
-        f"cluster that you plan for: {TORCHRUN}",
+        "cluster that you plan for.",
+        epilog=f"example:\n  {TORCHRUN} --model train.py:build\n  rumor plan --probe probe.json",
     )
     parser.add_argument("--model", metavar="FILE.py:FUNCTION", help=f"your own model: {FORM}")
     parser.add_argument(
@@ -151,6 +153,7 @@ def probe_page(probe: Probe, path: str) -> str:
     stand_in = " (a stand-in: use --model for your own)" if probe.is_stand_in else ""
     head = f"{probe.where}: {probe.model}{stand_in}, {show_count(probe.parameters)} parameters"
     lines = [paragraph(head), "", table(("time per step", "median", "fastest", "slowest"), _rows(probe)), "", _link(probe)]
+    lines += [paragraph(same) for same in (same_topologies(probe.n),) if same]
     lines += [paragraph(f"left out: {what}: {why}") for what, why in probe.left_out.items()]
     return "\n".join([*lines, "", f"wrote {path}", f"next: rumor plan --probe {path}"])
 

@@ -104,7 +104,10 @@ def _page(topology: Topology, values: Array | None, over_H: list[Mixing], iid: b
     picture = braille(topology)
     lines = [
         f"{topology.name}: {pairs:,} link{'s' * (pairs != 1)}{cycle}",
-        paragraph(f"beta {topology.beta:.5f}{of_cycle}; degree {messages:g} (messages that the busiest node sends per step)"),
+        paragraph(
+            f"beta {topology.beta:.5f}{of_cycle}: what a step leaves of the disagreement (0: nothing, 1: all); degree {messages:g} "
+            "(messages that the busiest node sends per step)"
+        ),
         "",
         picture if picture is not None else f"({pairs:,} links are too many for a picture)",
         *(["(the links that wrap around the edges are not drawn)"] if picture is not None and has_hidden_links(topology) else []),
@@ -112,8 +115,15 @@ def _page(topology: Topology, values: Array | None, over_H: list[Mixing], iid: b
         *_chart(topology, values),
         "",
         paragraph(
-            "C_beta, D_beta: the constants of the paper's rates, lower is better. The transient stage is a bound without its constants."
+            "The rows below are for training with one global average every H steps (inf: with none). C_beta and D_beta are the numbers in "
+            "the paper's rates that grow with H and beta: lower is better."
         ),
+        paragraph(
+            "transient stage: about how many steps it takes until training is as good as with a global average at every step, if the "
+            f"nodes' data {'are alike (iid)' if iid else 'differ (non-iid)'}. This is an order of magnitude from theory, whose constant "
+            "factors are not known. So compare the rows by it, but do not expect this number of steps."
+        ),
+        "",
         _table(over_H, iid),
     ]
     return "\n".join(lines)
@@ -140,7 +150,7 @@ def _bar(share: float, width: int = 40) -> str:
 
 
 def _table(over_H: list[Mixing], iid: bool) -> str:
-    head = ("H", "C_beta", "D_beta", f"transient stage ({'iid' if iid else 'non-iid'}, an order)")
+    head = ("H", "C_beta", "D_beta", f"transient stage ({'iid' if iid else 'non-iid'})")
     stages = [transient_stage(mixing, iid=iid) for mixing in over_H]
     rows = [
         ("inf" if math.isinf(mixing.H) else str(mixing.H), f"{mixing.C:.4g}", f"{mixing.D:.4g}", f"{stage:.1e}" if stage else "0")

@@ -42,21 +42,29 @@ _count = _parser(COUNTS, "a number", COUNT_EXAMPLES)
 _nodes = _parser({"": 1.0, "k": 1e3}, "a whole number", NODES_EXAMPLES)
 
 
+def _is_plain(text: str) -> bool:
+    """Whether this is a number without a unit."""
+    return re.fullmatch(r"\s*[-+]?[\d.,_]+(?:[eE][-+]?\d+)?\s*", text) is not None
+
+
 def seconds(text: str) -> float:
     """Parses a time, in seconds. A plain number is refused, but for 0: 146 is more likely to mean milliseconds."""
     if text.strip() == "0":
         return 0.0
-    if re.fullmatch(rf"\s*{NUMBER}\s*", text):
+    if _is_plain(text):
         raise argparse.ArgumentTypeError(f"{text!r} has no unit: write {text.strip()}ms or {text.strip()}s")
     return _seconds(text)
 
 
 def bandwidth(text: str) -> float:
     """Parses a bandwidth, in bytes per second. One that no network has is taken for a mistake."""
-    if re.fullmatch(r"\s*[-+]?[\d.,_]+(?:[eE][-+]?\d+)?\s*", text):
+    if _is_plain(text):
         raise argparse.ArgumentTypeError(
             f"{text!r} has no unit: write {text.strip()}Mbit/s or {text.strip()}Gbit/s (bits), or {text.strip()}MB/s (bytes)"
         )
+    if (usual := re.fullmatch(rf"\s*({NUMBER})\s*([kKMGT]?)([bB])ps\s*", text)) is not None:
+        unit = "bit/s" if usual[3] == "b" else "B/s"
+        raise argparse.ArgumentTypeError(f"{text!r} is not in the form that this command reads: write {usual[1]}{usual[2]}{unit}")
     found = _bandwidth(text)
     if 0 < found < SLOWEST:
         raise argparse.ArgumentTypeError(f"{text!r} is slower than any network ({show_rate(SLOWEST)}): write 25Gbit/s or 500Mbit/s")
@@ -65,6 +73,8 @@ def bandwidth(text: str) -> float:
 
 def latency(text: str) -> float:
     """Parses a latency, in seconds. One that no network has is taken for a mistake."""
+    if _is_plain(text) and text.strip() != "0":
+        raise argparse.ArgumentTypeError(f"{text!r} has no unit: write for example {text.strip()}us or {text.strip()}ms")
     found = seconds(text)
     if found > LONGEST_LATENCY:
         raise argparse.ArgumentTypeError(f"{text!r} is longer than any latency ({LONGEST_LATENCY:g} s): write 50us or 1ms")
@@ -121,6 +131,15 @@ def show_rate(value: float) -> str:
         if 8 * value >= 0.9995 * scale:
             return f"{_three(8 * value / scale)} {unit}"
     return f"{_three(8 * value)} bit/s"
+
+
+def show_nodes(n: int) -> str:
+    """Formats a number of nodes.
+
+    >>> show_nodes(1), show_nodes(32)
+    ('1 node', '32 nodes')
+    """
+    return f"{n} node{'s' * (n != 1)}"
 
 
 def show_count(value: float) -> str:

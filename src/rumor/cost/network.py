@@ -68,6 +68,31 @@ def degree(topology: Topology) -> float:
     return busiest / topology.period
 
 
+@lru_cache(maxsize=64)
+def same_as(n: int) -> dict[str, str]:
+    """By topology, the first one of `TOPOLOGIES` that has the same matrices for n nodes. For most of them, this is the topology itself.
+
+    >>> same_as(4)["torus"], same_as(4)["ring"], set(same_as(2).values())
+    ('grid', 'ring', {'one-peer-exponential'})
+    """
+    first: dict[tuple[bytes, ...], str] = {}
+    return {name: first.setdefault(_matrices(build(n)), name) for name, build in TOPOLOGIES.items()}
+
+
+def _matrices(topology: Topology) -> tuple[bytes, ...]:
+    found = (topology.matrix(k).triplets() for k in range(topology.period))
+    return tuple(rows.tobytes() + columns.tobytes() + np.round(weights, 12).tobytes() for rows, columns, weights in found)
+
+
+def distinct(n: int) -> list[str]:
+    """The topologies for n nodes. Of those that have the same matrices, the first one only, since noise alone would tell them apart.
+
+    >>> distinct(2), distinct(3)
+    (['one-peer-exponential'], ['one-peer-exponential', 'ring', 'grid', 'base-graph'])
+    """
+    return [name for name, first in same_as(n).items() if name == first]
+
+
 @dataclass(frozen=True)
 class Workload:
     """The training job: the size of the model, the compute time of a step, and the number of steps.

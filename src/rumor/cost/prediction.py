@@ -3,7 +3,7 @@
 A step of Gossip-PGA takes
 
     without overlap                    t_compute + (1 - 1/H) t_gossip + 1/H t_mean
-    with overlap (delay=1), at best    (1 - 1/H) max(t_compute, t_gossip) + 1/H max(t_compute, t_mean)
+    with full overlap (delay=1)        (1 - 1/H) max(t_compute, t_gossip) + 1/H max(t_compute, t_mean)
 
 t_compute, t_gossip and t_mean are the seconds of computing, of a gossip step and of an all-reduce. Parallel, Local and Gossip SGD are the
 cases H = 1, t_gossip = 0 and H = infinity. If a step of DDP was measured, Parallel SGD takes that time, since DDP has its own overlap.
@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rumor.cost.network import TOPOLOGIES, Network, Workload, coded_bytes, degree, kind, method_text
+from rumor.cost.network import TOPOLOGIES, Network, Workload, coded_bytes, degree, distinct, kind, method_text
 from rumor.engines.engine import uses_all_reduce
 from rumor.methods.gossip_pga import GossipPGA, gossip_pga, gossip_sgd, local_sgd
 from rumor.schedule import check_whole
@@ -124,7 +124,8 @@ def predict(
             least 2 (with 1 all rows would be Parallel SGD) and at most H_max.
         H_init: Gossip-AGA's shortest period.
         H_max: Gossip-AGA's longest period.
-        topologies: the topologies to compare, each for n nodes; None means all of `TOPOLOGIES`.
+        topologies: the topologies to compare, each for n nodes; None means all of `TOPOLOGIES`. If some have the same matrices for n nodes
+            (all of them, for 2 nodes), only the first one.
         bits: 16, 8 or 4 add Parallel SGD, Local SGD and Gossip-PGA with such codes, if the network has times for them.
 
     Gossip-PGA with another period, with delay=1, and in an elastic group has rows if these steps were measured.
@@ -144,7 +145,7 @@ def predict(
     if H_max < H_init:
         raise ValueError(f"H_init={H_init} is above H_max={H_max}, the longest period allowed: raise H_max")
     times, coded = Times(n, workload, network), times_with(n, workload, network, bits)
-    given = [build(n) for build in TOPOLOGIES.values()] if topologies is None else topologies
+    given = [TOPOLOGIES[name](n) for name in distinct(n)] if topologies is None else topologies
     for topology in given:
         if topology.n != n:
             raise ValueError(f"{topology} is for n={topology.n} nodes, but n={n} was given: build the topology for {n} nodes")

@@ -11,6 +11,8 @@ from rumor.topology import Topology
 WORTH_IT = 0.10  # Parallel SGD is the better choice up to this much slower
 SAME_ORDER = 2.0  # transient stages are without constants: below this ratio they count as equally long
 DELAY_MISSES = "with delay=1 in float32 the accuracy ended a little lower (docs/performance.md)"
+DEFAULT_PERIOD = 6  # of gossip_pga
+TIE = 0.02  # gossip steps within this share of each other count as equally fast
 LONGEST = 64  # the longest period to recommend (Gossip-AGA's own limit)
 MOST_ACCURATE = "gossip_pga(one_peer_exponential, H=LearningRate(3, 24, power=0.3), bits=4)"  # of what sends so little (docs/beyond.md)
 ITS_LONGEST = 24  # its longest period
@@ -26,12 +28,14 @@ class Comparison:
         parallel: Parallel SGD.
         local: Local SGD with the same period as `best`.
         gossip: seconds of a gossip step on this topology, including the computing.
-        fastest_gossip: seconds of a gossip step on the fastest topology, including the computing.
+        rival: the same method on the fastest of the other topologies; None if there is no other.
+        rival_gossip: seconds of a gossip step on that topology, including the computing.
         mean: seconds of an all-reduce.
         longest: the longest period allowed.
+        is_given: whether the period was asked for.
         bits: the number of bits of a number in a message.
         plain: the same candidates with messages in float32, if these have fewer bits.
-        coded_parallel: Parallel SGD with codes, if there are times for it.
+        coded: the same candidates with codes, if these are in float32 and there are times for codes.
     """
 
     workload: Workload
@@ -41,13 +45,15 @@ class Comparison:
     parallel: Prediction
     local: Prediction
     gossip: float
-    fastest_gossip: float
+    rival: Prediction | None
+    rival_gossip: float
     mean: float
     longest: int
+    is_given: bool
     iid: bool
     bits: int = 32
     plain: Comparison | None = None
-    coded_parallel: Prediction | None = None
+    coded: Comparison | None = None
 
     @property
     def H(self) -> int:
@@ -78,13 +84,22 @@ def seconds_to_expect(compared: Comparison) -> float:
     return compared.parallel.seconds if is_predicted_pair(compared) else min(compared.best.seconds, compared.parallel.seconds)
 
 
+def fastest_gossip(compared: Comparison) -> Prediction | None:
+    """The fastest Gossip-PGA that may be recommended, in float32 or with codes; None if that is Parallel SGD (H = 1)."""
+    rows = [each.best for each in (compared, compared.coded) if each is not None]
+    if compared.H == 1:
+        rows = [row for row in rows if row.seconds < compared.parallel.seconds]
+    return min((row for row in rows if (row.H or 1) > 1), key=lambda row: row.seconds, default=None)
+
+
 def _gossip_is_faster(compared: Comparison) -> bool:
-    return compared.parallel.seconds > (1 + WORTH_IT) * compared.best.seconds
+    fastest = min(row.seconds for row in (compared.best, fastest_gossip(compared)) if row is not None)
+    return compared.parallel.seconds > (1 + WORTH_IT) * fastest
 
 
 def takes_own_parallel(compared: Comparison) -> bool:
     """Whether Rumor's own Parallel SGD is clearly faster than DDP, which was timed."""
-    return compared.H == 1 and compared.parallel.is_measured and compared.parallel.seconds > (1 + WORTH_IT) * compared.best.seconds
+    return compared.H == 1 and compared.parallel.is_measured and _gossip_is_faster(compared)
 
 
 def why(compared: Comparison) -> str:
@@ -94,16 +109,18 @@ def why(compared: Comparison) -> str:
     if takes_own_parallel(compared):
         return (
             f"an all-reduce takes {milliseconds(compared.mean)} and a gossip step "
-            f"{milliseconds(compared.gossip - compared.workload.compute)}, so averaging all nodes at every step costs no more. DDP was "
-            f"timed at {milliseconds(compared.parallel.seconds)}, but rumor.parallel_sgd takes only {milliseconds(compared.best.seconds)}"
+            f"{milliseconds(compared.gossip - compared.workload.compute)}, so a step that averages all nodes costs at most 10% more than a "
+            f"gossip step. DDP was timed at {milliseconds(compared.parallel.seconds)}, but rumor.parallel_sgd takes only "
+            f"{milliseconds(compared.best.seconds)}"
         )
     if compared.plain is not None:
         return _why_coded_parallel(compared, compared.plain)
     if _gossip_is_faster(compared):
         return f"its step takes {milliseconds(compared.parallel.seconds)}, and it is exact. {_on_a_pair(compared)}"
-    other, seconds = f"that of Gossip-PGA ({in_python(kind(compared.topology))}, H = {compared.H}", compared.best.seconds
-    if compared.H == 1:  # Gossip-PGA with H = 1 is Parallel SGD, so compare with a gossip step, which is within the 10 % as well
-        other, seconds = f"a gossip step ({in_python(kind(compared.topology))}", compared.gossip
+    if (fastest := fastest_gossip(compared)) is not None:
+        other, seconds = "that of Gossip-PGA", fastest.seconds
+    else:  # Gossip-PGA with H = 1 is Parallel SGD, so compare with a gossip step, which is within the 10 % as well
+        other, seconds = f"a gossip step ({in_python(kind(compared.topology))}: {milliseconds(compared.gossip)})", compared.gossip
     slower = compared.parallel.seconds / seconds - 1
     how = f"only {slower:.1%} slower than" if slower > 0.0005 else "no slower than"
     is_fast = compared.parallel.seconds <= 1.5 * compared.workload.compute
@@ -111,16 +128,13 @@ def why(compared: Comparison) -> str:
     if compared.parallel.is_measured and not is_fast:
         cause = "DDP hides much of its all-reduce behind the backward pass"
     hidden = "" if compared.parallel.is_measured else ". DDP also hides part of the all-reduce, which is not counted here"
-    return (
-        f"its step of {milliseconds(compared.parallel.seconds)} is {how} {other}: {milliseconds(seconds)}), and it is exact. "
-        f"{cause}{hidden}"
-    )
+    return f"its step is {how} {other}, and it is exact. {cause}{hidden}"
 
 
 def _why_coded_parallel(compared: Comparison, plain: Comparison) -> str:
     hook = f"ddp.register_comm_hook({_hook_state(compared.bits)}, rumor.ddp_hook)"
     is_slower = compared.best.seconds > compared.parallel.seconds
-    gossip = f"Gossip {'is not' if is_slower else 'would hardly be'} faster: {milliseconds(compared.best.seconds)}"
+    gossip = f"{compared.best.text} {'is not' if is_slower else 'would hardly be'} faster: {milliseconds(compared.best.seconds)}"
     if _gossip_is_faster(compared):
         gossip = _on_a_pair(compared)
     return (
@@ -135,6 +149,11 @@ def _on_a_pair(compared: Comparison) -> str:
         f"Gossip-PGA is predicted to take {milliseconds(compared.best.seconds)}. But between 2 nodes it sends as many bytes as DDP, so "
         "time both with `rumor probe` before you leave DDP"
     )
+
+
+def ddp_with(bits: int) -> str:
+    """The name of DDP with codes of so many bits."""
+    return f"DDP with {bits} bits (rumor.ddp_hook)"
 
 
 def _hook_state(bits: int, has_moments: bool = False) -> str:
@@ -152,26 +171,58 @@ def _why_codes(compared: Comparison, plain: Comparison, chosen: Prediction) -> s
 
 
 def _why_gossip_pga(compared: Comparison) -> str:
-    H, best = compared.H, compared.best.seconds
-    with_shorter = compared.added * H / (H - 1) if H > 1 else 0.0  # rumor probe times a period of its own choice, which may be longer
-    shorter = f" (H = {H - 1}: {_percent(with_shorter)})" if compared.added <= GLOBAL_SHARE < with_shorter else ""
-    parallel = compared.parallel.seconds
+    best, parallel = compared.best.seconds, compared.parallel.seconds
     start = f"its step takes {milliseconds(best)}, {1 - best / parallel:.0%} less than DDP's {milliseconds(parallel)}."
     if compared.plain is not None:
         start = _why_codes(compared, compared.plain, compared.best)
-    return (
-        f"{start} {_why_topology(compared)} "
-        f"With H = {H}, global rounds add {_percent(compared.added)} to it{shorter}. {_why_not_local(compared)}"
-    )
+    elif compared.coded is not None and compared.coded.best.seconds < best:
+        start += (
+            f" With messages of {compared.coded.bits} bits it would be less than 10% faster, {milliseconds(compared.coded.best.seconds)}."
+        )
+    return f"{start} {_why_topology(compared)} {_why_period(compared)} {_why_not_local(compared)}"
 
 
 def _why_topology(compared: Comparison) -> str:
-    messages = degree(compared.topology)
+    messages, rival = degree(compared.topology), compared.rival
     name = f"{in_python(kind(compared.topology))} ({messages:g} message{'s' * (messages != 1)} per step)"
     took = "" if compared.best.is_measured else f", {milliseconds(compared.gossip)}"  # a sum of parts, which would not fit to a whole step
-    if compared.gossip <= compared.fastest_gossip:
+    if rival is None:
+        return f"All topologies are the same for {compared.topology.n} nodes."
+    if compared.gossip < compared.rival_gossip:
         return f"{name} has the fastest gossip step{took}."
-    return f"{name} has a gossip step{took and ' of' + took[1:]} close to the fastest, and a much shorter transient stage."
+    if compared.gossip == compared.rival_gossip:
+        return f"No topology has a faster gossip step than {name}{took}."
+    merit = " It sends less." if compared.best.bytes < rival.bytes else ""
+    if SAME_ORDER * compared.best.stage(compared.iid) < rival.stage(compared.iid):
+        merit = " Its transient stage is much shorter."
+    took = took.replace(",", " of")
+    if compared.gossip <= (1 + TIE) * compared.rival_gossip:
+        return f"{name} has a gossip step{took} close to the fastest.{merit}"
+    if compared.best.is_measured:  # the probe chose it, from parts that it had timed before
+        return f"`rumor probe` timed whole steps on {name}.{merit}"
+    return f"{name} has a gossip step{took}, {in_python(rival.topology or '')} one of {milliseconds(compared.rival_gossip)}.{merit}"
+
+
+def _why_period(compared: Comparison) -> str:
+    """What the global rounds cost, and why the period is not the default."""
+    H = compared.H
+    cost = f"Global rounds add {_percent(compared.added)} to a gossip step."
+    if compared.added <= 0:
+        cost = "An all-reduce takes no longer than a gossip step here, so global rounds have no measurable cost."
+    if H == DEFAULT_PERIOD:
+        return cost
+    shorter = compared.added * H / (H - 1) if H > 1 else 0.0  # the share that global rounds add with H - 1
+    start = f"H is {H} and not the default {DEFAULT_PERIOD}, because"
+    if compared.is_given:
+        return f"{start} you gave this period. {cost}"
+    if compared.added <= GLOBAL_SHARE + 1e-9 < shorter:
+        return (
+            f"{start} it is the smallest period whose global rounds add at most {GLOBAL_SHARE:.0%} to a gossip step: "
+            f"{_percent(compared.added)} (H = {H - 1}: {_percent(shorter)})."
+        )
+    if compared.added > GLOBAL_SHARE and compared.longest == H:
+        return f"{start} no longer period is {'recommended' if H == LONGEST else 'allowed'}. {cost}"
+    return f"{start} `rumor probe` timed this period. {cost}"
 
 
 def _why_not_local(compared: Comparison) -> str:
@@ -243,8 +294,10 @@ def _note_on_delay(compared: Comparison) -> list[str]:
     seconds = best.seconds_overlapped if measured is None else measured
     if chosen <= (1 + WORTH_IT) * seconds or (is_parallel and measured is None):
         return []
-    how = f"a step of {milliseconds(seconds)}" if measured is not None else f"{milliseconds(seconds)} at best"
-    return [f"{best.text[:-1]}, delay=1) is faster, {how}, but not shown to be as good: {DELAY_MISSES}"]
+    how = f"is faster, a step of {milliseconds(seconds)}"
+    if measured is None:
+        how = f"may be faster ({milliseconds(seconds)} if all messages travel while the nodes compute)"
+    return [f"{best.text[:-1]}, delay=1) {how}, but was not shown to be as good: {DELAY_MISSES}"]
 
 
 def _note_on_elastic(compared: Comparison) -> list[str]:
@@ -266,10 +319,10 @@ def _note_on_accuracy(compared: Comparison) -> list[str]:
 
 
 def _note_on_adam(compared: Comparison) -> str:
-    plain, coded = (compared.plain or compared).parallel, compared.coded_parallel
+    plain, coded = (compared.plain or compared).parallel, (compared if compared.plain else compared.coded)
     form, seconds, hook = "DDP", plain.seconds, ""
-    if coded is not None and coded.seconds < plain.seconds:
-        form, seconds = f"DDP with {coded.bits} bits (rumor.ddp_hook)", coded.seconds
+    if coded is not None and coded.parallel.seconds < plain.seconds:
+        form, seconds = ddp_with(coded.bits), coded.parallel.seconds
         hook = f", and give the hook the optimizer: {_hook_state(coded.bits, has_moments=True)}"
     return f"this is for SGD. With Adam or AdamW, take {form}, {milliseconds(seconds)} a step{hook}. See docs/choosing.md"
 
@@ -280,4 +333,6 @@ def milliseconds(seconds: float) -> str:
 
 
 def _percent(share: float) -> str:
+    if 0 < share < 0.001:
+        return "less than 0.1%"
     return f"{share:.1%}" if share < 1 else f"{share:.0%}"

@@ -1,6 +1,6 @@
 """Recommends a method, a topology and a period, by these rules:
 
-1. Take DDP (Parallel SGD) if its step is at most 10 % slower than the best Gossip-PGA. It is exact, and there is little to gain.
+1. Take DDP (Parallel SGD) if its step is at most 10 % slower than the fastest Gossip-PGA. It is exact, and there is little to gain.
    Take it for two nodes, too, unless their times were measured: an all-reduce between them sends as much as a gossip step.
 2. Otherwise take Gossip-PGA on the topology with the fastest gossip step. If several are within 2 %, take the one with the shortest
    transient stage. If transient stages are within a factor of 2 (they are orders of magnitude), take the one that sends the least.
@@ -16,15 +16,19 @@ needs the most steps to catch up with Parallel SGD. `delay=1` is faster, but les
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
-from rumor.cost.network import TOPOLOGIES, Measured, Network, Workload, kind
+from rumor.cost.network import TOPOLOGIES, Measured, Network, Workload, distinct, kind
 from rumor.cost.prediction import Prediction, Times, period_for, predict, times_with
 from rumor.cost.reasons import (
     LONGEST,
     SAME_ORDER,
+    TIE,
     WORTH_IT,
     Comparison,
+    ddp_with,
+    fastest_gossip,
     milliseconds,
     notes,
     seconds_to_expect,
@@ -38,7 +42,6 @@ from rumor.topology import Topology
 
 FEWEST_BITS = 4  # as accurate as float32 on CIFAR-10 (docs/networks.md)
 LONGEST_TIMED = 12  # the longest period whose whole steps `rumor probe` measures, because a longer one would take long
-TIE = 0.02  # gossip steps within this share of each other count as equally fast
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Recommendation:
         bits: the number of bits of a number in a message.
         text: the method in the form that `rumor.method` reads, or "DDP", with its hook if that is recommended.
         sentence: the recommendation in one sentence, with the method that it is compared with.
+        against: that method: DDP, or the fastest Gossip-PGA if DDP is recommended. None if there is none.
         basis: what is measured, and what is predicted, of the times in this sentence.
     """
 
@@ -70,6 +74,7 @@ class Recommendation:
     text: str = ""
     sentence: str = ""
     basis: str = ""
+    against: Prediction | None = None
 
 
 def recommend(
@@ -111,17 +116,17 @@ def recommend(
     with_bits, is_parallel = "" if compared.bits == 32 else f", bits={compared.bits}", takes_parallel(compared)
     name = kind(compared.topology)
     call = f"rumor.gossip_pga(rumor.{name.replace('-', '_')}({n}), H={compared.H}{with_bits})"
-    row, text, other = compared.best, compared.best.text, (compared.plain or compared).parallel
+    row, text = compared.best, compared.best.text
+    other: Prediction | None = (compared.plain or compared).parallel
     if takes_own_parallel(compared):
         text = f"parallel_sgd(bits={compared.bits})" if with_bits else "parallel_sgd"
     elif is_parallel and with_bits:
-        row, text = compared.parallel, f"DDP with {compared.bits} bits (rumor.ddp_hook)"
+        row, text = compared.parallel, ddp_with(compared.bits)
     elif is_parallel:
-        row, text, other = compared.parallel, "DDP", compared.best
+        row, text, other = compared.parallel, "DDP", fastest_gossip(compared)
     if is_parallel:
         call = f"rumor.parallel_sgd({n}{with_bits})"
-    is_same = other.H == row.H == 1 and text == "DDP"  # Gossip-PGA with H = 1 is Parallel SGD
-    against = "" if is_same else f", {other.text} {milliseconds(other.seconds)}"
+    against = "" if other is None else f", {other.text} {milliseconds(other.seconds)}"
     return Recommendation(
         "Parallel SGD" if is_parallel else "Gossip-PGA",
         topology=None if is_parallel else name,
@@ -133,7 +138,8 @@ def recommend(
         bits=compared.bits,
         text=text,
         sentence=f"Take {text}: {milliseconds(row.seconds)} a step{against}",
-        basis=_basis([row, other] if against else [row], network),
+        basis=_basis([row] if other is None else [row, other], network),
+        against=other,
     )
 
 
@@ -149,16 +155,18 @@ def _chosen(n: int, workload: Workload, network: Network, H: int | None, longest
     compared = _compare(Times(n, workload, network), H, longest, iid)
     if (with_codes := times_with(n, workload, network, bits)) is not None:
         coded = _compare(with_codes, H, longest, iid, plain=compared)
-        compared = replace(compared, coded_parallel=coded.parallel)
         if seconds_to_expect(coded) * (1 + WORTH_IT) <= seconds_to_expect(compared):
-            compared = replace(coded, coded_parallel=coded.parallel)
+            return coded
+        compared = replace(compared, coded=coded)
     return compared
 
 
 def _basis(rows: list[Prediction], network: Network) -> str:
     if not isinstance(network, Measured):
-        return f"{'both times are' if len(rows) > 1 else 'this time is'} predicted, without overlap"
+        return f"{'both are' if len(rows) > 1 else 'this is'} predicted, without overlap"
     found = [(milliseconds(row.seconds), _source(row, network)) for row in rows]
+    if len(found) == 1:
+        return f"this is {found[0][1]}"
     if len(found) == 2 and found[0][1] == found[1][1]:
         return "both are measured steps" if rows[0].is_measured else "both are sums of measured parts"
     return ", ".join(f"{time}{'' if i else ' is'} {source}" for i, (time, source) in enumerate(found))
@@ -182,9 +190,9 @@ def _period(times: Times, gossip: float, timed: tuple[str, int] | None) -> int:
 def _compare(times: Times, given: int | None, longest: int, iid: bool, plain: Comparison | None = None) -> Comparison:
     """Finds the best Gossip-PGA (rules 2 and 3), and the methods to compare it with."""
     n, compute = times.n, times.workload.compute
+    everywhere = {topology: times.gossip(topology)[0] for topology in (TOPOLOGIES[name](n) for name in distinct(n))}
     # for n a power of two, the base graph sends and averages as one_peer_exponential does: only noise would choose between them
-    names = [name for name in TOPOLOGIES if not (name == "base-graph" and n & (n - 1) == 0)]
-    gossip = {topology: times.gossip(topology)[0] for topology in (TOPOLOGIES[name](n) for name in names)}
+    gossip = {topology: seconds for topology, seconds in everywhere.items() if not (kind(topology) == "base-graph" and n & (n - 1) == 0)}
     fastest = compute + min(gossip.values())
     candidates: list[tuple[Topology, Prediction]] = []
     timed = times.network.timed(times.bits)
@@ -198,7 +206,21 @@ def _compare(times: Times, given: int | None, longest: int, iid: bool, plain: Co
     shortest = min(best.stage(iid) for _, best in candidates)
     topology, best = min((pair for pair in candidates if pair[1].stage(iid) <= SAME_ORDER * shortest), key=lambda pair: pair[1].bytes)
     local = times.row("Local SGD", local_sgd(n, best.H), best.H)
-    step = compute + gossip[topology]
+    rival = min((other for other in everywhere if other != topology), key=everywhere.__getitem__, default=None)
     return Comparison(
-        times.workload, times.network, topology, best, times.parallel(), local, step, fastest, times.mean, longest, iid, times.bits, plain
+        times.workload,
+        times.network,
+        topology,
+        best,
+        times.parallel(),
+        local,
+        compute + gossip[topology],
+        None if rival is None else times.row("Gossip-PGA", gossip_pga(rival, best.H or 1), best.H),
+        math.inf if rival is None else compute + everywhere[rival],
+        times.mean,
+        longest,
+        given is not None,
+        iid,
+        times.bits,
+        plain,
     )

@@ -12,6 +12,7 @@ from torch import nn
 
 from rumor.averager import Averager
 from rumor.cost import TOPOLOGIES, Workload
+from rumor.cost.network import distinct
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.methods.gossip_pga import GossipPGA, gossip_pga, gossip_sgd, parallel_sgd
 from rumor.probe.results import Coded, Probe, Timing
@@ -72,7 +73,7 @@ def measure(
         compute=timings["computing"],  # which is timed again in turns with the other whole steps
         ddp=None,
         all_reduce=timings["all-reduce"],
-        gossip={topology: timings[topology] for topology in TOPOLOGIES},
+        gossip={topology: timings[topology] for topology in distinct(engine.n)},
         small_gossip=timings["gossip of 2 parameters"],
         small_all_reduce=timings["all-reduce of 2 parameters"],
         large_gossip=large,
@@ -89,8 +90,8 @@ def _device(model: nn.Module) -> torch.device:
 def _time_averaging(timer: Timer, model: nn.Module) -> None:
     """Times gossip on every topology and an all-reduce, of the model, of its codes, and of a model with two parameters."""
     n, tiny = timer.engine.n, nn.Linear(1, 1).to(_device(model))
-    for name, build in TOPOLOGIES.items():
-        topology = build(n)
+    for name in distinct(n):
+        topology = TOPOLOGIES[name](n)
         timer.time(name, _averaging(model, gossip_sgd(topology)), topology.period)  # whole cycles: their steps may differ
     timer.time("all-reduce", _averaging(model, parallel_sgd(n)))
     peers = one_peer_exponential(n)

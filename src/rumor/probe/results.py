@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rumor.checkpoint.files import replacing
 from rumor.cost import Link, Measured, Workload
-from rumor.cost.network import CODING, coded_bytes
+from rumor.cost.network import CODING, coded_bytes, in_python, same_as
 from rumor.schedule import check_whole
 
 FORMAT = 1  # version of the file format
@@ -145,6 +146,10 @@ class Probe:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Probe:
+        if Path(path).is_dir():
+            raise ValueError(
+                f"{os.fspath(path)} is a folder: name the file that `rumor probe` wrote, for example {Path(path, 'probe.json')}"
+            )
         if not Path(path).is_file():
             raise ValueError(f"there is no file {os.fspath(path)}: run `rumor probe` to write it")
         try:
@@ -161,9 +166,21 @@ class Probe:
             found["coded"] = {int(bits): Coded(*(Timing(**times[name]) for name in ("gossip", "all_reduce"))) for bits, times in coded}
             probe = cls(**found)
             probe._check()
-            return probe
+            return probe._with_distinct_topologies()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{os.fspath(path)} is not a file that this version's `rumor probe` wrote: run it again") from error
+
+    def _with_distinct_topologies(self) -> Probe:
+        """Older versions timed topologies that are the same for n nodes, and noise chose between them. Names them as this version does."""
+        first, gossip = same_as(self.n), dict[str, Timing]()
+        for name, timing in self.gossip.items():
+            gossip.setdefault(first.get(name, name), timing)
+
+        def named(text: str) -> str:  # gossip_pga(ring, H=3)
+            return re.sub(r"(?<=\()\w+", lambda name: in_python(first.get(name[0].replace("_", "-"), name[0])), text, count=1)
+
+        steps, elastic = ({named(text): timing for text, timing in timings.items()} for timings in (self.steps, self.elastic))
+        return replace(self, gossip=gossip, steps=steps, elastic=elastic)
 
     def _check(self) -> None:
         """Raises an error on numbers that can't have been measured, because they would lead to a wrong plan."""
