@@ -40,7 +40,7 @@ METHODS = {
     "pga": lambda: rumor.gossip_pga(rumor.one_peer_exponential, H=4),
     "ring": lambda: rumor.gossip_pga(rumor.ring, H=4),
     "delay": lambda: rumor.gossip_pga(rumor.one_peer_exponential, H=4, delay=1),
-    "4 bits, delay": lambda: rumor.gossip_pga(rumor.one_peer_exponential, H=4, bits=4, delay=1),  # a thread averages
+    "4 bits, delay": lambda: rumor.gossip_pga(rumor.one_peer_exponential, H=4, bits=4, delay=1),
     "8 bits": lambda: rumor.gossip_pga(rumor.one_peer_exponential, H=4, bits=8),
     "aga": lambda: rumor.gossip_aga(rumor.one_peer_exponential, warmup=8, H_init=3, H_max=6),
     "local": lambda: rumor.local_sgd(H=4),

@@ -112,6 +112,8 @@ def test_units(parse: Callable[[str], float], text: str, value: float) -> None:
         ("plan -n 4 --parameters 1M --compute 10ms --all-reduce 1ms --gossip 1ms --ddp 5ms", "can't be less than"),
         ("plan -n 4 --parameters 1M --compute 146 --bandwidth 1GB/s", "'146' has no unit: write 146ms or 146s"),
         ("plan --paper bert --steps 5", "leave out --steps"),
+        ("plan --probe docs/planning-probe.json --bits 16", "--bits 16: there are measured times for 32, 8, 4 bits alone"),
+        (f"plan -n 32 {TIMES} --bits 4", "there are measured times for 32 bits alone"),
         ("frobnicate", "invalid choice"),
         ("plan --bandwith 3", "unrecognized arguments: --bandwith"),
     ],

@@ -460,3 +460,25 @@ def bytes_left_by_averages(rank: int) -> int:
 
 def test_averages_of_other_tensors_leave_no_memory(four: Cluster) -> None:
     assert max(four.run(bytes_left_by_averages)) < 400_000
+
+
+@pytest.mark.parametrize("ends", ["finish", "a new epoch"])
+def test_an_average_that_was_dropped_leaves_nothing_behind(ends: str) -> None:
+    """With delay=1, what codes leave out of an average is known when it is sent. If it is then dropped, nothing was left out."""
+    sim = rumor.Simulator(nn.Linear(40, 90), rumor.gossip_pga(rumor.ring(N), H=3, bits=4, delay=1))
+    rest = sim._runner.state.buckets["left_out"][0]
+    for step in range(8):  # the messages of step 8, which is global, are under way then
+        sim.step()
+        with torch.no_grad():
+            for leaf in sim.parameters():
+                leaf += torch.randn_like(leaf)
+        if step == 6:
+            dropped_a_gossip_step = rest.clone()
+            sim._runner.drop_in_flight()
+            assert torch.equal(rest, dropped_a_gossip_step)
+            assert rest.abs().max() > 0, "left out of the average in step 5"
+    if ends == "finish":
+        sim.finish()
+    else:
+        sim._runner.shared_state()
+    assert not rest.any()

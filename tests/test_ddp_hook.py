@@ -340,6 +340,24 @@ def test_what_was_left_out_can_be_saved(four: Cluster) -> None:
         assert (again - whole).norm() < (forgotten - whole).norm()
 
 
+def alone_in_its_group(rank: int) -> tuple[bool, float]:
+    groups = [dist.new_group([r]) for r in range(N)]
+    alike = []
+    for with_hook in (False, True):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(nn.Linear(300, 90), process_group=groups[rank])
+        if with_hook:
+            state = rumor.ddp_hook_state(bits=4, model=ddp)
+            ddp.register_comm_hook(state, rumor.ddp_hook)
+        ddp(torch.ones(2, 300)).square().sum().backward()
+        alike.append(torch.cat([p.grad.flatten() for p in ddp.parameters() if p.grad is not None]))
+    return torch.equal(*alike), state.metrics.bytes_sent
+
+
+def test_one_rank_alone_rounds_nothing(four: Cluster) -> None:
+    assert four.run(alone_in_its_group) == [(True, 0)] * N
+
+
 def mistakes(rank: int) -> list[str]:
     found = []
     for bits in (32, 5, True, 4.0):

@@ -69,8 +69,11 @@ def probe(n: int, arguments: list[str], folder: Path) -> subprocess.CompletedPro
 
 @pytest.mark.processes
 def test_a_stand_in_on_four_processes_and_a_plan_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    done = probe(4, ["--parameters", "50k", "--batch", "4", "--repeats", "2", "--out", "found.json"], tmp_path)
-    assert done.returncode == 0, done.stderr
+    for _ in range(3):  # where other processes disturb the clock, a small message may take longer than a large one
+        done = probe(4, ["--parameters", "50k", "--batch", "4", "--repeats", "2", "--out", "found.json"], tmp_path)
+        assert done.returncode == 0, done.stderr
+        if "bandwidth can't be computed" not in " ".join(done.stdout.split()):
+            break
     assert "a stand-in: use --model for your own" in " ".join(done.stdout.split())
     assert [path.name for path in tmp_path.iterdir()] == ["found.json"]
     found = json.loads((tmp_path / "found.json").read_text())

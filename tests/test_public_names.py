@@ -30,7 +30,7 @@ def test_names() -> None:
         (rumor.gossip_aga, "topology warmup H_init=4 H_max=64 exponent=1.0 delay=0 average_rounds=None bits=32"),
         (rumor.slowmo, "topology H momentum=0.5 slow_lr=1.0 bits=32"),
         (rumor.diloco, "n=None H=None outer_lr=0.7 outer_momentum=0.9 topology=None bits=32"),
-        (rumor.osgp, "topology delay=1"),
+        (rumor.osgp, "topology delay=1 bits=32"),
         (rumor.method, "text"),
         (rumor.elastic, "coordinator name=None min_nodes=1 timeout=None drop_slow=None job=None"),
         (rumor.LearningRate, "H_min H_max power=1.0"),

@@ -143,11 +143,14 @@ class DDPHookState:
         """Start to average the gradients of a bucket."""
         if not self._knows_model and self._rounds > 0 and bucket.index() == 0:  # the first backward pass has shown all buckets
             raise ValueError("optimizer= has no parameters of this model: give ddp_hook_state() the optimizer that trains it")
+        gradient = bucket.buffer()
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else [])
+        if self._transport.n == 1:
+            future.set_result(gradient)
+            return future
         memory, k = self._memory_of(bucket), self._rounds
         self._rounds += 1
         self.metrics.bytes_sent += memory.shares.bytes_sent
-        gradient = bucket.buffer()
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[gradient.device] if gradient.is_cuda else [])
         if not self._transport.sends_from_host:  # the device does it all, in the order of its stream
             future.set_result(self._averaged(gradient, memory, k))
             return future

@@ -56,7 +56,6 @@ def add_plan(commands: Any) -> None:
     parser.add_argument(
         "--bits",
         choices=("32", "16", "8", "4"),
-        default=str(FEWEST_BITS),
         help=f"bits of a number in the smallest messages to compare, 32 for float32 alone (default {FEWEST_BITS})",
     )
     parser.add_argument("--max-period", type=nodes, metavar="H", help="longest H to recommend, for example to limit the transient stage")
@@ -96,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
         print(paper_page(options.paper, options.json))
         return 0
     inputs = read_inputs(options)
-    planned, bits = (inputs.n, inputs.workload, inputs.network), int(options.bits)
+    planned, bits = (inputs.n, inputs.workload, inputs.network), _bits(options, inputs.network)
     advice = recommend(*planned, H=options.period, max_period=options.max_period, iid=options.iid, bits=bits)
     if inputs.probe is not None and (doubt := _doubt(inputs.probe, advice)) is not None:
         advice = replace(advice, notes=(*advice.notes, doubt))
@@ -113,6 +112,17 @@ def run(options: argparse.Namespace) -> int:
     if options.out and not options.json:
         print(f"\nwrote {options.out}")
     return 0
+
+
+def _bits(options: argparse.Namespace, network: Network) -> int:
+    """The bits of the smallest messages to compare. Measured times may lack those that --bits asks for."""
+    bits = FEWEST_BITS if options.bits is None else int(options.bits)
+    if options.bits is not None and bits < 32 and isinstance(network, Measured) and bits not in network.coded_seconds:
+        there = ", ".join(map(str, sorted({32, *network.coded_seconds}, reverse=True)))
+        raise ValueError(
+            f"--bits {bits}: there are measured times for {there} bits alone; choose one of these, or give --bandwidth instead"
+        )
+    return bits
 
 
 def _period(row: Prediction | None) -> int | None:

@@ -116,6 +116,11 @@ class State:
     relay_buffers: list[Buffer] = field(default_factory=list)
     wide_buffers: dict[int, Buffer] = field(default_factory=dict)
 
+    def forget_left_out(self) -> None:
+        """Forget what codes have left out of the last global average, because that average was dropped."""
+        for rest in self.buckets.get("left_out", ()):
+            rest.zero_()
+
 
 class Algorithm(ABC):
     """A method. It is a value (a frozen dataclass): everything that changes is in the State.
@@ -200,6 +205,8 @@ class Algorithm(ABC):
     def finish(self, nodes: Nodes, state: State) -> None:
         """Wait for what is in flight and drop it (it would not change the mean), then average once more."""
         wait_for(state.in_flight)
+        if state.in_flight is not None and self.kind(state) == "global":
+            state.forget_left_out()
         state.in_flight = None
         average([nodes.x, nodes.buffers, nodes.state, nodes.full_state], nodes.engine, state.schedule.k)
 

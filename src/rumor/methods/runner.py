@@ -198,8 +198,7 @@ class Runner:
     def drop_step(self) -> None:
         """Forget the step under way, whose messages are lost. The model and the method's state are as they were before it."""
         self.drop_in_flight()
-        for rest in self.state.buckets.get("left_out", ()):  # it may hold what codes left out of an average that did not happen
-            rest.zero_()
+        self.state.forget_left_out()
 
     def step_alone(self, theirs: ScheduleState | None = None) -> None:
         """Take a step without the others. If they have made a global average of it, `theirs` is their schedule, some steps later."""
@@ -217,13 +216,14 @@ class Runner:
         """Go on from the state of another runner: this node's own before the members changed, or that of another member."""
         read_state(saved, self.state, self.nodes)()
         if not is_own:
-            for rest in self.state.buckets.get("left_out", ()):
-                rest.zero_()
+            self.state.forget_left_out()
         self.metrics.H = self.state.schedule.H
 
     def drop_in_flight(self) -> None:
         """Forget the step and the messages that are under way."""
         self._step, self._mixing, self._sent = None, iter(()), ()
+        if self.algorithm.delay and self.is_next_global:  # this node's part of that average was sent a step ago
+            self.state.forget_left_out()
         self.state.in_flight = None
 
     # ---- models that are not finite ----------------------------------------------------------------------------------------------
