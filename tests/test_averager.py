@@ -108,10 +108,10 @@ def test_half_precision_is_summed_in_float32(four: Cluster, delay: int) -> None:
     assert max(four.run(half_precision, delay)) <= 1.01  # one rounding, at the end
 
 
-def mixed_precision(rank: int, overflow: bool) -> tuple[list[int], float]:
+def mixed_precision(rank: int, overflow: bool, bits: int = 32) -> tuple[list[int], float]:
     """AMP with GradScaler; the gradients of rank 1 overflow at some steps. Returns the steps it skipped, and the final distance."""
     model = network(torch.float32)
-    averager = rumor.Averager(model, rumor.gossip_aga(RING, warmup=4, H_init=3))
+    averager = rumor.Averager(model, rumor.gossip_aga(RING, warmup=4, H_init=3, bits=bits))
     opt = torch.optim.SGD(model.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     skipped = []
@@ -133,8 +133,9 @@ def mixed_precision(rank: int, overflow: bool) -> tuple[list[int], float]:
     return skipped, averager.consensus_distance()
 
 
-def test_overflow_on_one_node_does_not_deadlock(four: Cluster) -> None:
-    results = four.run(mixed_precision, True)
+@pytest.mark.parametrize("bits", [32, 4])
+def test_overflow_on_one_node_does_not_deadlock(four: Cluster, bits: int) -> None:
+    results = four.run(mixed_precision, True, bits)
     assert [skipped for skipped, _ in results] == [[], [2, 5, 6], [], []]
     assert all(distance < 1e-12 for _, distance in results)
 

@@ -37,19 +37,31 @@ def test_two_nodes_of_two_are_two_plain_nodes(four: Cluster, how: str, name: str
     compare(four, 2, how, "network", name)
 
 
+def compare_in_codes(cluster: Cluster, size: int, how: str, model_name: str, name: str) -> None:
+    """Codes of parts round otherwise than those of the whole model, so the reference is training with plain messages."""
+    plain, delayed = name.split()[0], " delayed" if "delayed" in name else ""
+    found = cluster.run(train_there, size, how, model_name, name)
+    expected = train_here(len(found) // size, size, model_name, plain + delayed)
+    moved = (expected["x"][:, -1] - expected["x"][:, 0]).abs().max()
+    for rank, result in enumerate(found):
+        node = rank // size
+        assert 0 < (result["x"] - expected["x"][node]).abs().max() < 0.1 * moved, "close to what plain messages give"
+        for what in ("x", "averaged", "finished"):
+            assert torch.equal(result[what], found[node * size][what]), "bitwise alike inside a node"
+    if not delayed:
+        assert torch.equal(found[0]["x"][2], found[-1]["x"][2]) or "aga" in name, "and on all nodes after a global round"
+
+
 @pytest.mark.parametrize("name", IN_CODES)
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
 def test_nodes_of_two_may_send_codes(four: Cluster, how: str, name: str) -> None:
-    plain, delayed = name.split()[0], " delayed" if "delayed" in name else ""
-    expected = train_here(2, 2, "network", plain + delayed)
-    moved = (expected["x"][:, -1] - expected["x"][:, 0]).abs().max()
-    found = four.run(train_there, 2, how, "network", name)
-    for rank, result in enumerate(found):
-        assert 0 < (result["x"] - expected["x"][rank // 2]).abs().max() < 0.1 * moved, "close to what plain messages give"
-        for what in ("x", "averaged", "finished"):
-            assert torch.equal(result[what], found[rank // 2 * 2][what]), "bitwise alike inside a node"
-    if not delayed:
-        assert torch.equal(found[0]["x"][2], found[2]["x"][2]) or "aga" in name, "and on all nodes after a global round"
+    compare_in_codes(four, 2, how, "network", name)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_parts_that_are_uneven_or_empty_may_send_codes(six: Cluster, how: str) -> None:
+    compare_in_codes(six, 3, how, "odd", "gossip_pga 4 bits")
+    compare_in_codes(six, 3, how, "narrow", "gossip_pga 8 bits delayed")
 
 
 def test_nodes_of_one_rank_and_one_node_of_all(four: Cluster) -> None:

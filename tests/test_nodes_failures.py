@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import rumor
 from rumor.model.tensors import local_part
 from tests.cluster import Cluster
-from tests.nodes import ALGORITHMS, averager_of, groups, wrapped
+from tests.nodes import ALGORITHMS, IN_CODES, averager_of, groups, wrapped
 from tests.problems import flat, network
 
 
@@ -95,7 +95,7 @@ def poisoned(rank: int, how: str, name: str) -> tuple[str, int, bool]:
     """The last weight of node 1, in the part of its rank 1 alone, goes bad before step 5. Returns error, step, and: still finite?"""
     model = network()
     model = model if how == "plain" else wrapped(model, how, 2)
-    averager = averager_of(model, ALGORITHMS[name](dist.get_world_size() // 2), 2)
+    averager = averager_of(model, {**ALGORITHMS, **IN_CODES}[name](dist.get_world_size() // 2), 2)
     here = [local_part(p) for p in model.parameters()]
     try:
         for k in range(12):
@@ -111,7 +111,7 @@ def poisoned(rank: int, how: str, name: str) -> tuple[str, int, bool]:
 @pytest.mark.parametrize("nodes", [2, 3])
 @pytest.mark.parametrize("how", ["plain", "fsdp"])
 def test_a_part_that_is_not_finite_stops_all_ranks_at_the_same_step(four: Cluster, six: Cluster, how: str, nodes: int) -> None:
-    for name in ALGORITHMS:
+    for name in (*ALGORITHMS, *IN_CODES):
         results = (four if nodes == 2 else six).run(poisoned, how, name)
         assert len({(text, k) for text, k, _ in results}) == 1, f"{name}: {results}"
         assert 5 <= results[0][1] <= 9, name
