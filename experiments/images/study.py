@@ -76,6 +76,14 @@ def beyond(nodes: int, odd: int) -> Table:
     return Table((*changed((*ON_ALL, *uneven), nodes=nodes), *changed((*ON_ALL, *on_base_graph), nodes=odd)), seeds=5)
 
 
+def diloco(nodes: int) -> Table:
+    """DiLoCo and Local SGD at short and long periods; DiLoCo also with gossip between its outer steps."""
+    periods, outers = (6, 24, 96), ((0.7, 0.9), (0.7, 0.5), (1.0, 0.3))
+    local = changed(tuple(replace(LOCAL, H=H) for H in periods), bits=4)
+    outer = tuple(replace(run, method="DiLoCo", outer=outer) for run in local for outer in outers)
+    return Table(changed((PARALLEL, *local, *outer, *changed(outer, topology="one_peer_exponential")), nodes=nodes))
+
+
 TABLES = {
     "7": Table((*ONCE, GOSSIP_X2, replace(OSGP, stretch=2), replace(LOCAL, stretch=3)), seeds=5),
     "9": Table(RING, seeds=5),
@@ -99,6 +107,8 @@ TABLES = {
     "bits again": Table(tuple(replace(PGA, bits=bits, split="dirichlet(0.3)") for bits in (32, 4)), seeds=10),
     "beyond": beyond(32, 50),
     "beyond small": beyond(16, 20),  # for --net mlp on a CPU
+    "diloco": diloco(32),
+    "diloco small": diloco(16),  # for --net mlp on a CPU
     "1": Table(TABLE_1, seeds=5),
     "7 at 120 epochs": Table(changed(TABLE_7, recipe="120 epochs"), seeds=5),
     "9 at 120 epochs": Table(changed(RING, recipe="120 epochs"), seeds=5),

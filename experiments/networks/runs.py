@@ -15,7 +15,7 @@ AGA_WARM_UP = 0.04  # share of all steps
 POWER = 0.3  # of rumor.LearningRate: a tenth of the learning rate makes the period twice as long
 IID = "iid"
 QUICK = "quick"  # the name of a small table
-ON_REQUEST = (QUICK, "beyond small")  # tables that are run only if they are named
+ON_REQUEST = (QUICK, "beyond small", "diloco small")  # tables that are run only if they are named
 QUASI_GLOBAL, TRACKING = "Quasi-global momentum", "Gradient tracking"
 
 
@@ -36,6 +36,7 @@ class Run:
     bits: int = 32  # of each number in a message
     recipe: str = ""  # the name of the study's recipe: epochs, batch, learning rate and the like
     state: AverageState | None = None  # how nodes average the optimizer's state
+    outer: tuple[float, float] | None = None  # DiLoCo's learning rate and momentum at global averages
     seed: int = 0
 
     @property
@@ -44,6 +45,7 @@ class Run:
         marks = [f"H {self.H[0]} to {self.H[1]}"] if isinstance(self.H, tuple) else []
         marks += ["base graph"] if self.topology == "base_graph" else []
         marks += [f"state {self.state}"] if self.state else []
+        marks += ["outer {:g}, {:g}".format(*self.outer)] if self.outer else []
         marks += [f"{self.bits} bits"] if self.bits < 32 else []
         return ", ".join([self.method + (f" x{self.stretch}" if self.stretch > 1 else ""), *marks])
 
@@ -63,6 +65,7 @@ class Run:
             "Gossip-PGA": lambda: rumor.gossip_pga(graph, H, bits=bits),
             "Gossip-AGA": lambda: rumor.gossip_aga(graph, round(AGA_WARM_UP * steps), H_init=first, bits=bits),
             "SlowMo": lambda: rumor.slowmo(graph, H, bits=bits),
+            "DiLoCo": lambda: rumor.diloco(self.nodes, H, *(self.outer or ()), topology=graph, bits=bits),
             QUASI_GLOBAL: lambda: QuasiGlobalMomentum(graph, H, bits=bits),
             "Scaffold": lambda: Scaffold(graph, H, bits=bits),
             TRACKING: lambda: GradientTracking(graph, H, bits=bits),

@@ -16,7 +16,7 @@ from rumor.checkpoint.files import replacing
 Row = dict[str, str]
 Key = tuple[str, ...]
 KEY = (  # the columns that identify a run
-    *("method", "topology", "H", "nodes", "stretch", "epochs", "steps", "seed", "split", "momentum", "bits", "state"),
+    *("method", "topology", "H", "nodes", "stretch", "epochs", "steps", "seed", "split", "momentum", "bits", "state", "outer"),
     *("lr", "batch", "weight_decay", "smoothing", "net", "data", "optimizer"),
 )
 
@@ -34,7 +34,7 @@ class Point(NamedTuple):
 
 COLUMNS = ("table", *KEY, "accuracy", "worst_node", "loss", "global_share", "hours", "gpu_seconds", "device")
 CURVE_COLUMNS = (*KEY, "point", *Point._fields)
-ADDED = {"optimizer": "SGD", "state": "", **dict.fromkeys(Point._fields[2:], "")}  # columns that older files lack, and what their runs had
+ADDED = {"optimizer": "SGD", "state": "", "outer": "", **dict.fromkeys(Point._fields[2:], "")}  # columns that older files lack, and what their runs had
 
 
 @dataclass(frozen=True)
