@@ -6,6 +6,7 @@ it in new processes, as a user does.
 """
 
 import ast
+import inspect
 import re
 import shlex
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import NamedTuple
 
+import griffe
 import pytest
 from torch.distributed.run import get_args_parser
 
@@ -259,3 +261,15 @@ def test_every_public_name_is_in_the_reference() -> None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
     }
     assert of_integrations == defined - {"integrations.huggingface.rank_file"}  # which the tests use
+
+
+def test_the_reference_shows_functions_and_not_the_modules_of_their_names() -> None:
+    """`rumor.gossip_pga` is a function in a module of that name, whose other members do not belong on the page."""
+    (extensions,) = re.findall(r"^ +extensions: \[(.*)\]", (ROOT / "mkdocs.yml").read_text(), re.M)
+    loaded = griffe.load_extensions(*(ROOT / path for path in extensions.split(", ")))
+    package = griffe.load("rumor", search_paths=[ROOT / "src"], extensions=loaded)
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = re.findall(r"^::: rumor\.([\w.]+)", pages, re.M)
+    functions = [name for name in shown if "." not in name and inspect.isfunction(getattr(rumor, name))]
+    assert len(functions) > 20
+    assert [name for name in functions if not package[name].is_function] == []
