@@ -225,7 +225,7 @@ def _one_number(signal: Tensor) -> float:
 
 
 def parallel_sgd(n: int | None = None, *, bits: int = 32) -> GossipPGA:
-    """Global average at every step: W = 11'/n and H = 1. Equal to DDP for SGD with or without momentum (not for Adam).
+    """Global average at every step (all weights are 1/n, and H = 1). Equal to DDP for SGD with or without momentum (not for Adam).
 
     Args:
         n: the number of nodes; if None, that of the Averager or the Simulator.
