@@ -8,6 +8,7 @@ it in new processes, as a user does.
 import ast
 import inspect
 import re
+import runpy
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -273,3 +274,13 @@ def test_the_reference_shows_functions_and_not_the_modules_of_their_names() -> N
     functions = [name for name in shown if "." not in name and inspect.isfunction(getattr(rumor, name))]
     assert len(functions) > 20
     assert [name for name in functions if not package[name].is_function] == []
+
+
+def test_inline_code_breaks_only_between_the_parts_of_names() -> None:
+    (hook,) = re.findall(r"^hooks: \[(.*)\]", (ROOT / "mkdocs.yml").read_text(), re.M)
+    on_page_content = runpy.run_path(str(ROOT / hook))["on_page_content"]
+    block = "<pre><span></span><code>rumor plan -n 4\n</code></pre>"
+    page = f"<p><code>--steps 9</code> <code>{'long ' * 9}</code></p><td><code>base_graph(n)</code></td>{block}"
+    assert on_page_content(page) == (
+        f'<p><code class="short">--steps 9</code> <code>{"long " * 9}</code></p><td><code>base_<wbr>graph(<wbr>n)</code></td>{block}'
+    )
