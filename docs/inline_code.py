@@ -14,9 +14,11 @@ def on_page_content(html: str, **_: Any) -> str:
 
     def in_a_cell(cell: re.Match[str]) -> str:
         return INLINE.sub(
-            lambda code: "<code>"
-            + AFTER.sub(lambda sign: f"{sign[0]}<wbr>", code[1])
-            + "</code>",
+            lambda code: (
+                "<code>"
+                + AFTER.sub(lambda sign: f"{sign[0]}<wbr>", code[1])
+                + "</code>"
+            ),
             cell[0],
         )
 
