@@ -17,7 +17,7 @@ torch.manual_seed(0)
 x = torch.randn(2048, 4)
 y = x.sum(dim=1, keepdim=True).tanh()
 model = nn.Sequential(nn.Linear(4, 32), nn.Tanh(), nn.Linear(32, 1))
-opt = torch.optim.Adam(model.parameters(), lr=0.01)
+opt = torch.optim.Adam(model.parameters(), lr=0.01)  # for a larger model, see docs/choosing.md on Adam
 model, opt, loader = accelerator.prepare(model, opt, DataLoader(TensorDataset(x, y), 16, shuffle=True))
 averager = rumor.Averager(model, rumor.gossip_pga(rumor.one_peer_exponential, H=6))
 for _ in range(5):

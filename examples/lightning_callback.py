@@ -28,7 +28,7 @@ class Regression(pl.LightningModule):
         self.log("val_loss", nn.functional.mse_loss(self.net(x), y), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        return torch.optim.Adam(self.parameters(), lr=0.01)  # for a larger model, see docs/choosing.md on Adam
 
 
 def samples(count: int) -> TensorDataset:

@@ -81,7 +81,7 @@ def _seed() -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rewrite-golden", action="store_true", help="write the golden trajectories anew")
-    parser.addoption("--rewrite-pages", action="store_true", help="write the outputs in docs/planning.md anew")
+    parser.addoption("--rewrite-pages", action="store_true", help="write the outputs of rumor plan and rumor probe on the pages anew")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

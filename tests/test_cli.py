@@ -332,11 +332,11 @@ def test_topologies_are_read_in_both_spellings_and_shown_in_that_of_python(run: 
     assert prepared.methods[0].algorithm == rumor.gossip_pga(rumor.base_graph(5), H=3)
 
 
-PLANNING = ROOT / "docs" / "planning.md"
+PLANNING = ROOT / "docs" / "planning.md", ROOT / "docs" / "reference" / "cost.md"
 ON_PAGE = re.compile(r"```(?:console)?\n\$ (?P<line>[^\n]*rumor (?:plan|probe) (?:[^\n]*\\\n)*[^\n]*)\n(?P<shown>.*?)```", re.S)
 
 
-def test_the_planning_page_shows_what_the_commands_print(run: Run, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_planning_pages_show_what_the_commands_print(run: Run, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """`pytest --rewrite-pages` writes the outputs anew. Those of a probe come from the file that it wrote."""
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("COLUMNS", raising=False)
@@ -360,12 +360,12 @@ def test_the_planning_page_shows_what_the_commands_print(run: Run, request: pyte
             out = f"{head}...\n{advice}"
         return block[0].replace(block["shown"], f"{out}\n")
 
-    text = PLANNING.read_text()
     if request.config.getoption("--rewrite-pages"):
-        PLANNING.write_text(ON_PAGE.sub(rewritten, text))
+        for page in PLANNING:
+            page.write_text(ON_PAGE.sub(rewritten, page.read_text()))
         return
-    blocks = list(ON_PAGE.finditer(text))
-    assert len(blocks) >= 8
+    blocks = [block for page in PLANNING for block in ON_PAGE.finditer(page.read_text())]
+    assert len(blocks) >= 9
     for block in blocks:
         pattern = re.escape(block["shown"].strip()).replace(re.escape("..."), "(?s:.*)")
         assert re.fullmatch(pattern, printed(block["line"])), f"{block['line']} prints\n{printed(block['line'])}"

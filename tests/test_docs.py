@@ -6,7 +6,9 @@ it in new processes, as a user does.
 """
 
 import ast
+import inspect
 import re
+import runpy
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import NamedTuple
 
+import griffe
 import pytest
 from torch.distributed.run import get_args_parser
 
@@ -259,3 +262,25 @@ def test_every_public_name_is_in_the_reference() -> None:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
     }
     assert of_integrations == defined - {"integrations.huggingface.rank_file"}  # which the tests use
+
+
+def test_the_reference_shows_functions_and_not_the_modules_of_their_names() -> None:
+    """`rumor.gossip_pga` is a function in a module of that name, whose other members do not belong on the page."""
+    (extensions,) = re.findall(r"^ +extensions: \[(.*)\]", (ROOT / "mkdocs.yml").read_text(), re.M)
+    loaded = griffe.load_extensions(*(ROOT / path for path in extensions.split(", ")))
+    package = griffe.load("rumor", search_paths=[ROOT / "src"], extensions=loaded)
+    pages = "".join(path.read_text() for path in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = re.findall(r"^::: rumor\.([\w.]+)", pages, re.M)
+    functions = [name for name in shown if "." not in name and inspect.isfunction(getattr(rumor, name))]
+    assert len(functions) > 20
+    assert [name for name in functions if not package[name].is_function] == []
+
+
+def test_inline_code_breaks_only_between_the_parts_of_names() -> None:
+    (hook,) = re.findall(r"^hooks: \[(.*)\]", (ROOT / "mkdocs.yml").read_text(), re.M)
+    on_page_content = runpy.run_path(str(ROOT / hook))["on_page_content"]
+    block = "<pre><span></span><code>rumor plan -n 4\n</code></pre>"
+    page = f"<p><code>--steps 9</code> <code>{'long ' * 9}</code></p><td><code>base_graph(n)</code></td>{block}"
+    assert on_page_content(page) == (
+        f'<p><code class="short">--steps 9</code> <code>{"long " * 9}</code></p><td><code>base_<wbr>graph(<wbr>n)</code></td>{block}'
+    )

@@ -196,22 +196,22 @@ def test_global_rounds_never_cost_less_than_nothing() -> None:
     ):
         reason = recommend(4, WORK, network, **options).reason
         assert "add -" not in reason
-        assert ("global rounds have no measurable cost" in reason) == (network.all_reduce_seconds < 0.3)
-    assert "Global rounds add less than 0.1% to a gossip step" in reason
+        assert ("global averages have no measurable cost" in reason) == (network.all_reduce_seconds < 0.3)
+    assert "Global averages add less than 0.1% to a gossip step" in reason
 
 
 def test_a_period_other_than_the_default_has_a_reason() -> None:
     assert inspect.signature(rumor.gossip_pga).parameters["H"].default == DEFAULT_PERIOD
     paper = Measured(0.278, {"one-peer-exponential": 0.150}, 0.278)
     work, start = Workload(25_500_000, 0.146), "and not the default 6, because"
-    rule = f"H is 5 {start} it is the smallest period whose global rounds add at most 10% to a gossip step: 8.6% (H = 4: 10.8%)."
+    rule = f"H is 5 {start} it is the smallest period whose global averages add at most 10% to a gossip step: 8.6% (H = 4: 10.8%)."
     assert rule in recommend(32, work, paper).reason
-    assert f"H is 12 {start} you gave this period. Global rounds add 3.6%" in recommend(32, work, paper, H=12).reason
-    assert f"H is 3 {start} no longer period is allowed. Global rounds add 14.4%" in recommend(32, work, paper, max_period=3).reason
+    assert f"H is 12 {start} you gave this period. Global averages add 3.6%" in recommend(32, work, paper, H=12).reason
+    assert f"H is 3 {start} no longer period is allowed. Global averages add 14.4%" in recommend(32, work, paper, max_period=3).reason
     dear = recommend(1024, Workload(1_000_000, compute=1e-3), Link(3.125e9, latency=0.05), bits=32)
     assert f"H is 64 {start} no longer period is recommended." in dear.reason
     timed = Measured(0.15, {"one-peer-exponential": 0.1}, 0.9, step_seconds={"gossip_pga(one_peer_exponential, H=4)": 0.2})
-    assert f"H is 4 {start} `rumor probe` timed this period. Global rounds add 6.2%" in recommend(4, WORK, timed).reason
+    assert f"H is 4 {start} `rumor probe` timed this period. Global averages add 6.2%" in recommend(4, WORK, timed).reason
     assert "default" not in recommend(32, work, paper, H=6).reason
 
 

@@ -122,7 +122,7 @@ def test_base_graph_has_the_period_of_the_paper() -> None:
 
 
 def test_base_graph_is_exact_where_one_peer_exponential_is_not() -> None:
-    """After as many steps as the cycle of base_graph has, from its start on. docs/choosing.md has these figures."""
+    """After as many steps as the cycle of base_graph has, from its start on. docs/algorithms.md has these figures."""
     for n, left in ((20, 0.18), (50, 0.16), (100, 0.18)):
         exact, other = rumor.base_graph(n), rumor.one_peer_exponential(n)
         assert exact.beta == 0

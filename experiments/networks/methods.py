@@ -95,14 +95,14 @@ class QuasiGlobalMomentum(FollowsLr):
 
 @dataclass(frozen=True, repr=False)
 class Scaffold(FollowsLr):
-    """Gradient tracking at global rounds.
+    """Gradient tracking at global averages.
 
     Each node corrects its steps by what separates it from the mean of all.
     d_i is the optimizer's direction, and its mean over the steps since the
-    last global round:
+    last global average:
 
         x_i^(k+1/2) = x_i^(k) - lr (d_i + c_i)
-        at a global round:  c_i <- mean_j d_j - d_i
+        at a global average:  c_i <- mean_j d_j - d_i
 
     Gossip keeps the mean, so a node knows mean_j d_j from the change of the
     mean model. It sends nothing more than Gossip-PGA.
@@ -112,7 +112,7 @@ class Scaffold(FollowsLr):
 
     def start(self, nodes: Nodes) -> State:
         state = super().start(nodes)
-        # mean: the model after the last global round
+        # mean: the model after the last global average
         # moved and lr: the sums of lr d_i and of lr since then
         self.add_buckets(state, nodes, "c", "moved", "mean")
         state.scalars["lr"] = nodes.engine.full(0.0)

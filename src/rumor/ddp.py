@@ -4,8 +4,11 @@
     ddp.register_comm_hook(rumor.ddp_hook_state(bits=4), rumor.ddp_hook)
 
 DDP's steps stay as they are, for any optimizer; only the messages are smaller. What the codes leave out of a gradient is added to the next
-one (error feedback), so nothing is lost over time. The exception is a gradient that is much larger than the next one: what codes leave out
-of it would drown the next ones, so it is scaled down to sqrt(n) times the norm of the next gradient.
+one (error feedback). After a gradient that is much larger than the next one, most of what was left out of it is dropped, because it would
+drown the next ones: it is scaled down to sqrt(n) times the norm of the next gradient.
+
+With gloo, threads average one bucket while the backward pass computes the next. With NCCL, the backward pass waits for each bucket: the
+averages run in its own stream, and the host waits for the device. NCCL between two GPUs has not been tested.
 
 Adam divides each number of a gradient by the root of its second moment v. So for Adam, an error counts relative to that root, but the error
 of a code is the same for all numbers of a block. With `optimizer=`, gradients are divided by scales that follow sqrt(v) before they are
@@ -255,7 +258,7 @@ def ddp_hook_state(
 
 
 def ddp_hook(state: DDPHookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Average the gradients of one bucket, while the backward pass goes on.
+    """Average the gradients of one bucket. With gloo, the backward pass goes on meanwhile; with NCCL, it waits.
 
     Use it as `ddp.register_comm_hook(rumor.ddp_hook_state(bits=4), rumor.ddp_hook)`.
     """

@@ -21,11 +21,11 @@ class ScheduleState(NamedTuple):
 
     Attributes:
         k: number of steps taken.
-        C: steps since the last global round.
+        C: steps since the last global average.
         H: the current period, None if there is none.
         F_init: the mean of `samples` losses (Adaptive).
         samples: number of losses in that mean.
-        lr_max: the largest learning rate of a global round so far, 0 before the first (LearningRate).
+        lr_max: the largest learning rate of a global average so far, 0 before the first (LearningRate).
     """
 
     k: int = 0
@@ -93,7 +93,7 @@ def _scaled(H: int, log_factor: float, H_max: int) -> int:
 
 @dataclass(frozen=True)
 class Never(Schedule):
-    """No global rounds: H = infinity, plain Gossip SGD."""
+    """No global averages: H = infinity, plain Gossip SGD."""
 
     def start(self) -> ScheduleState:
         return ScheduleState()
@@ -110,7 +110,7 @@ class Never(Schedule):
 
 @dataclass(frozen=True)
 class Periodic(Schedule):
-    """A global round every H steps: step k is global if mod(k + 1, H) = 0 (Algorithm 1).
+    """A global average every H steps: step k is global if mod(k + 1, H) = 0 (Algorithm 1).
 
     >>> schedule = Periodic(3); state = schedule.start(); pattern = []
     >>> for k in range(6):
@@ -141,7 +141,7 @@ class Periodic(Schedule):
 class Adaptive(Schedule):
     """Gossip-AGA's period (Algorithm 2): H = ceil((F_init / F_k)^exponent H_init), kept within 1 and H_max.
 
-    F_k is the loss of step k, averaged over all nodes at a global round; F_init is its mean over the global rounds of the first
+    F_k is the loss of step k, averaged over all nodes at a global average; F_init is its mean over the global averages of the first
     `warmup` steps (K_w in the paper), of at least one round. A loss that is not finite and positive changes nothing.
     """
 
@@ -187,7 +187,7 @@ class Adaptive(Schedule):
 class LearningRate(Schedule):
     """A period that grows as the learning rate falls: H = ceil(H_min (lr_max / lr)^power), kept within H_min and H_max.
 
-    lr is the learning rate of step k, averaged over all nodes at a global round; lr_max is the largest of them so far. So H = H_min while
+    lr is the learning rate of step k, averaged over all nodes at a global average; lr_max is the largest of them so far. So H = H_min while
     the learning rate warms up. A learning rate that is not finite and positive changes nothing. power = 2 is the Quadratic
     Synchronization Rule (Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024).
 

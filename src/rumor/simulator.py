@@ -21,7 +21,7 @@ from rumor.model.optimizer_state import AverageState, OptimizerState, check_aver
 from rumor.model.tensors import as_real, is_averaged, is_sharded
 from rumor.topology import Topology
 
-LOOK_EVERY = 64  # steps between looks at a GPU's record of models that are not finite, if no global round comes first
+LOOK_EVERY = 64  # steps between looks at a GPU's record of models that are not finite, if no global average comes first
 
 
 class Simulator:
@@ -91,7 +91,7 @@ class Simulator:
 
     @torch.no_grad()
     def average_state(self, optimizer: torch.optim.Optimizer, average_state: AverageState | None) -> None:
-        """Average the optimizer's state, too: at global rounds ("global"), or at every step ("always"). Call it before the first step.
+        """Average the optimizer's state, too: at global averages ("global"), or at every step ("always"). Call it before the first step.
 
         It covers SGD's momentum and the moments of Adam, AdamW and the like, as in the Averager. None: it stays local. The learning
         rate, where a method needs it, is then read from `optimizer` if `step` is not given it.
@@ -249,7 +249,7 @@ class Simulator:
             largest = largest + torch.cat(self._checked_buffers, dim=1).norm(torch.inf, dim=1)
         self._first_bad = torch.where((self._first_bad < 0) & ~largest.isfinite(), k, self._first_bad)
         was_global, self._was_global = self._was_global, step.kind == "global"
-        # if a global round follows another (Parallel SGD), all nodes are the same already, so an average does no harm
+        # if a global average follows another (Parallel SGD), all nodes are the same already, so an average does no harm
         if largest.is_cuda and (was_global or not self._was_global) and (k + 1) % LOOK_EVERY:
             return
         bad = [(first, node) for node, first in enumerate(self._first_bad.tolist()) if first >= 0]

@@ -50,7 +50,7 @@ class Averager:
     """Averages `model` with those of the other nodes, as `algorithm` says. Every node starts from rank 0's model.
 
     Parameters are written in place and never rebound. Parameters that are frozen at construction stay as they are. Float buffers
-    (BatchNorm's) are averaged at global rounds. Integer buffers stay each node's own, and so does the optimizer's state, unless you set
+    (BatchNorm's) take part in global averages. Integer buffers stay each node's own, and so does the optimizer's state, unless you set
     `average_state`. If an optimizer keeps fp32 master copies of half-precision parameters, pass the module that holds the master copies:
     the next step would undo any other average.
 
@@ -60,10 +60,10 @@ class Averager:
         group: the group across nodes that this rank belongs to; the default group if None. With `rumor.elastic("HOST:29510")`, nodes
             may die, hang, leave and join while the others go on.
         local_group: the ranks inside this node, if a node is several GPUs; `group` is then this rank and its counterparts, one of each
-            node. The ranks of a node must keep their parameters alike (DDP over this group) or sharded over it (FSDP2). Of what is alike,
-            each of L ranks exchanges 1/L, and the node shares the result; of what is sharded, each exchanges its own shard. Losses are
-            averaged inside the node for Gossip-AGA. Below, a node means all of its ranks. In an elastic group, the first rank of a node
-            exchanges the whole model and shares it with the others, whose parameters must be alike.
+            node. The ranks of a node must keep their parameters alike (DDP over this group) or sharded over it (FSDP2). With DDP inside,
+            each of the L ranks sends 1/L of the model, and the node shares the result. With FSDP2, each rank sends its own shards. Losses
+            are averaged inside the node for Gossip-AGA. Below, a node means all of its ranks. In an elastic group, the first rank of a
+            node sends the whole model and shares the result with the others, whose parameters must be alike.
         lazy: step() returns while messages are in flight, and each module waits for its own parameters when it next runs forward, or
             returns its state_dict(). Call settle() before you read parameters in any other way, for example in a forward that looks at
             the parameters of another module before it calls that module. Not for models under torch.compile.
@@ -77,7 +77,7 @@ class Averager:
 
     A rank that waits longer than the group's time-out (`init_process_group(timeout=...)`, `new_group(timeout=...)`) raises ConnectionError.
     A model that is not finite raises FloatingPointError on every rank, with the node and the step. This includes float buffers, at
-    global rounds, if they were finite when the Averager was built.
+    global averages, if they were finite when the Averager was built.
     """
 
     @rest_by_name("Averager(model, algorithm, optimizer=opt)")

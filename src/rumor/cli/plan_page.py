@@ -19,9 +19,13 @@ LEGEND = {  # by column
     "them do.",
     "sent": "bytes that the busiest node sends per step.",
     "transient": "order of magnitude of the number of steps until the method is as good as DDP (Parallel SGD), {data}. A bound from theory "
-    "to compare rows by, no forecast of your run: lower is better.",
+    "to compare rows by, no forecast of your run: lower is better.{cycles}",
     "<": "recommended. Gossip-AGA moves between its two rows. SlowMo costs as much as Gossip-PGA.",
 }
+OF_CYCLES = (
+    " For one_peer_exponential and base_graph, it is a bound for the worst phase of their cycles: compare these rows with each other, not "
+    "with those of ring, grid or exponential."
+)
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,8 @@ def _legend(rows: list[Prediction], iid: bool, network: Network, left_out: list[
     if not any(row.is_measured for row in rows):
         step = "the sum of its measured parts, without overlap." if isinstance(network, Measured) else "predicted, without overlap."
     data = "if all nodes draw from the same data (iid)" if iid else "if the nodes' data differ (non-iid)"
-    lines = [f"{name}: {text.format(data=data)}" for name, text in {"step": step, **LEGEND}.items() if name not in left_out]
+    cycles = OF_CYCLES if {"one-peer-exponential", "ring"} <= {row.topology for row in rows} else ""
+    lines = [f"{name}: {text.format(data=data, cycles=cycles)}" for name, text in {"step": step, **LEGEND}.items() if name not in left_out]
     if left_out:
         lines.append(f"Columns left out, because they do not fit into {columns(sys.stdout)} characters: {', '.join(left_out)}.")
     notes = dict.fromkeys(f"{in_python(row.topology)}: {row.note}" for row in rows if row.topology and row.note)

@@ -135,7 +135,7 @@ class Workload:
 
     @property
     def summed_bytes(self) -> float:
-        """Bytes of one copy in a global round, which sums in float32 or better."""
+        """Bytes of one copy in a global average, which sums in float32 or better."""
         return self.parameters * max(self.bytes_per_parameter, 4.0)
 
 

@@ -24,7 +24,7 @@ from rumor.schedule import check_whole
 from rumor.theory import transient_stage
 from rumor.topology import Topology
 
-GLOBAL_SHARE = 0.10  # global rounds may add this much to a gossip step; above it, a longer period is worth its longer transient stage
+GLOBAL_SHARE = 0.10  # global averages may add this much to a gossip step; above it, a longer period is worth its longer transient stage
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Prediction:
     Attributes:
         method: "Parallel SGD", "Local SGD", "Gossip SGD", "Gossip-PGA", "Gossip-AGA" (one row for each end of its range) or "OSGP".
         topology: the topology in the spelling of the command line; None if the method does not gossip.
-        H: steps from one global round to the next; None if there are no global rounds.
+        H: steps from one global average to the next; None if there are no global averages.
         seconds: seconds of a step without overlap. For Parallel SGD, the time of DDP if that was measured.
         seconds_overlapped: seconds of a step with perfect overlap, where messages travel while the next step computes (delay=1; DDP's
             buckets for Parallel SGD). This is a lower bound.
@@ -88,7 +88,7 @@ class Prediction:
 
 
 def period_for(compute: float, gossip: float, mean: float, share: float = GLOBAL_SHARE) -> int:
-    """The smallest H at which global rounds add at most `share` to a gossip step.
+    """The smallest H at which global averages add at most `share` to a gossip step.
 
         H = ceil( (t_mean - t_gossip) / (share (t_compute + t_gossip)) ),  at least 1
 

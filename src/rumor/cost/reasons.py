@@ -61,7 +61,7 @@ class Comparison:
 
     @property
     def added(self) -> float:
-        """The time that global rounds add to a gossip step, as a share of the gossip step."""
+        """The time that global averages add to a gossip step, as a share of the gossip step."""
         return (self.workload.compute + self.mean - self.gossip) / self.H / self.gossip
 
 
@@ -204,20 +204,20 @@ def _why_topology(compared: Comparison) -> str:
 
 
 def _why_period(compared: Comparison) -> str:
-    """What the global rounds cost, and why the period is not the default."""
+    """What the global averages cost, and why the period is not the default."""
     H = compared.H
-    cost = f"Global rounds add {_percent(compared.added)} to a gossip step."
+    cost = f"Global averages add {_percent(compared.added)} to a gossip step."
     if compared.added <= 0:
-        cost = "An all-reduce takes no longer than a gossip step here, so global rounds have no measurable cost."
+        cost = "An all-reduce takes no longer than a gossip step here, so global averages have no measurable cost."
     if H == DEFAULT_PERIOD:
         return cost
-    shorter = compared.added * H / (H - 1) if H > 1 else 0.0  # the share that global rounds add with H - 1
+    shorter = compared.added * H / (H - 1) if H > 1 else 0.0  # the share that global averages add with H - 1
     start = f"H is {H} and not the default {DEFAULT_PERIOD}, because"
     if compared.is_given:
         return f"{start} you gave this period. {cost}"
     if compared.added <= GLOBAL_SHARE + 1e-9 < shorter:
         return (
-            f"{start} it is the smallest period whose global rounds add at most {GLOBAL_SHARE:.0%} to a gossip step: "
+            f"{start} it is the smallest period whose global averages add at most {GLOBAL_SHARE:.0%} to a gossip step: "
             f"{_percent(compared.added)} (H = {H - 1}: {_percent(shorter)})."
         )
     if compared.added > GLOBAL_SHARE and compared.longest == H:
@@ -235,8 +235,8 @@ def _why_not_local(compared: Comparison) -> str:
         return f"{start}, but its transient stage is of the order of {theirs:.1e} steps instead {instead}"
     # For example, contraction(l) = 1 for l < log2(n) at the worst phase of a one-peer cycle: then the bound ignores gossip.
     return (
-        f"{start}. In theory its transient stage is not longer ({theirs:.1e} against {ours:.1e}; these are bounds, which hardly count the "
-        "gossip within such a short period). But the paper's ResNet-50 lost 2 points of accuracy with Local SGD, and none with Gossip-PGA"
+        f"{start}. Theory does not separate the two here (its bounds on their transient stages are {theirs:.1e} and {ours:.1e} steps). But "
+        "the paper's ResNet-50 lost 2 points of accuracy with Local SGD, and none with Gossip-PGA"
     )
 
 
@@ -251,7 +251,7 @@ def notes(compared: Comparison) -> tuple[str, ...]:
         found.append(_note_on_adam(compared))
     if compared.workload.bytes_per_parameter < 4 and compared.bits == 32:
         found.append(
-            "gossip sends the parameters in their own precision; global rounds sum in float32, and so they send 4 bytes per parameter"
+            "gossip sends the parameters in their own precision; global averages sum in float32, and so they send 4 bytes per parameter"
         )
     return tuple(found)
 
@@ -259,7 +259,7 @@ def notes(compared: Comparison) -> tuple[str, ...]:
 def _note_on_period(compared: Comparison) -> list[str]:
     if compared.added <= GLOBAL_SHARE + 1e-9:
         return []
-    slow = f"an all-reduce takes {milliseconds(compared.mean)}, so global rounds still add {_percent(compared.added)} at H = {compared.H}"
+    slow = f"an all-reduce takes {milliseconds(compared.mean)}, so global averages still add {_percent(compared.added)} at H = {compared.H}"
     bound = "the longest allowed (max_period)" if compared.longest < LONGEST else "the longest recommended"
     n, gossip = compared.topology.n, compared.gossip - compared.workload.compute
     rounds = max(1, (n - 1).bit_length())  # ceil(log2 n), the length of a one-peer cycle

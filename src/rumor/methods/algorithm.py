@@ -51,11 +51,11 @@ class Nodes(NamedTuple):
 
     Attributes:
         x: the model.
-        buffers: its float buffers, which global rounds average.
+        buffers: its float buffers, which global averages include.
         engine: connects the nodes.
         state: the optimizer's state that is mixed like the model; no buckets if there is none.
-        gossips_state: whether gossip steps mix `state`, too. Global rounds always do.
-        full_state: the optimizer's state that global rounds average without codes, as they do with buffers.
+        gossips_state: whether gossip steps mix `state`, too. Global averages always do.
+        full_state: the optimizer's state that global averages include without codes, as they do with buffers.
     """
 
     x: Buckets
@@ -67,7 +67,7 @@ class Nodes(NamedTuple):
 
     @property
     def in_full(self) -> Buckets:
-        """What global rounds average without codes: the buffers, then `full_state`."""
+        """What global averages include without codes: the buffers, then `full_state`."""
         return JoinedBuckets(self.buffers, self.full_state) if len(self.full_state) else self.buffers
 
     def mixed_in(self, kind: Kind) -> Buckets:
@@ -82,8 +82,8 @@ class InFlight:
     Attributes:
         sent: the buckets that were sent.
         pending: what will come of them, by bucket.
-        buffers: the averages of the float buffers, at a global round.
-        signal: the message whose scalars are the average of what the schedule follows (the loss, the learning rate), at a global round.
+        buffers: the averages of the float buffers, at a global average.
+        signal: the message whose scalars are the average of what the schedule follows (the loss, the learning rate), at a global average.
         relayed: whether received models are sent on (average_rounds).
     """
 

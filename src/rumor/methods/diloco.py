@@ -1,4 +1,4 @@
-"""DiLoCo: Local SGD whose global rounds are steps of Nesterov's momentum (Douillard et al., 2023, arXiv 2311.08105)."""
+"""DiLoCo: Local SGD whose global averages are steps of Nesterov's momentum (Douillard et al., 2023, arXiv 2311.08105)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rumor.topology import Topology, isolated
 
 @dataclass(frozen=True, repr=False)
 class DiLoCo(OuterMomentum):
-    """At a global round, with x_bar the average and x_prev the result of the last global round:
+    """At a global average, with x_bar the average and x_prev the result of the last global average:
 
         d <- x_prev - x_bar
         u <- outer_momentum u + d

@@ -25,9 +25,9 @@ class GossipPGA(Algorithm):
         delay = 1:  x^(k+1) = x^(k+1/2) + (M_k - I) x^(k)
 
     `delay` = 0 is Algorithm 1; with `delay` = 1, x^(k) travels while step k computes.
-    `average_rounds` = m replaces the all-reduce of a global round by m gossip steps, M_k = W_(k+m-1) ... W_k.
+    `average_rounds` = m replaces the all-reduce of a global average by m gossip steps, M_k = W_(k+m-1) ... W_k.
 
-    With `bits` < 32, nodes send codes Q of differences to x_ref, the model that all nodes had after the last global round:
+    With `bits` < 32, nodes send codes Q of differences to x_ref, the model that all nodes had after the last global average:
 
         gossip:  q_i = Q(x_i - x_ref)
                  x_i <- x_i + sum_j W[i, j] (q_j - q_i)
@@ -113,7 +113,7 @@ class GossipPGA(Algorithm):
         return state
 
     def send(self, step: Step, nodes: Nodes, state: State) -> InFlight | None:
-        """Send the model, and the optimizer's state if it takes part; at a global round also the buffers and the schedule's signal."""
+        """Send the model, and the optimizer's state if it takes part; at a global average also the buffers and the schedule's signal."""
         if step.kind == "none":
             return None
         x, engine = nodes.mixed_in(step.kind), nodes.engine
@@ -200,7 +200,7 @@ class GossipPGA(Algorithm):
             x_ref.copy_(after)
 
     def after_global_round(self, step: Step, b: int, mean: Tensor, state: State) -> Tensor:
-        """Return what all nodes have in bucket b after a global round whose mean this is."""
+        """Return what all nodes have in bucket b after a global average that gave this mean."""
         return mean
 
     def relay(self, step: Step, nodes: Nodes, state: State, flight: InFlight) -> list[Pending]:
@@ -225,7 +225,7 @@ def _one_number(signal: Tensor) -> float:
 
 
 def parallel_sgd(n: int | None = None, *, bits: int = 32) -> GossipPGA:
-    """Global average at every step: W = 11'/n and H = 1. Equal to DDP for SGD with or without momentum (not for Adam).
+    """Global average at every step (all weights are 1/n, and H = 1). Equal to DDP for SGD with or without momentum (not for Adam).
 
     Args:
         n: the number of nodes; if None, that of the Averager or the Simulator.

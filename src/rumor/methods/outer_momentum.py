@@ -1,4 +1,4 @@
-"""What SlowMo and DiLoCo share: an outer optimizer with momentum that steps at global rounds."""
+"""What SlowMo and DiLoCo share: an outer optimizer with momentum that steps at global averages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rumor.methods.gossip_pga import GossipPGA
 class OuterMomentum(GossipPGA):
     """Gossip-PGA whose nodes go on from an outer step instead of the average. A subclass takes it in `after_global_round`.
 
-    It keeps x_prev, the model that all nodes had after the last global round, and u, the momentum.
+    It keeps x_prev, the model that all nodes had after the last global average, and u, the momentum.
     """
 
     def __post_init__(self) -> None:

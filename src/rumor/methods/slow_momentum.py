@@ -1,4 +1,4 @@
-"""SlowMo: Gossip-PGA with a slow, outer momentum at its global rounds (Wang et al., 2020)."""
+"""SlowMo: Gossip-PGA with a slow, outer momentum at its global averages (Wang et al., 2020)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rumor.topology import Topology
 
 @dataclass(frozen=True, repr=False)
 class SlowMo(OuterMomentum):
-    """At a global round, with x_bar the average, lr the current learning rate and x_prev the result of the last global round:
+    """At a global average, with x_bar the average, lr the current learning rate and x_prev the result of the last global average:
 
         u <- momentum u + (x_prev - x_bar) / lr
         x <- x_prev - slow_lr lr u
@@ -41,7 +41,7 @@ class SlowMo(OuterMomentum):
         step = super().decide(state, loss, number)
         if not math.isfinite(number) or (step.kind == "global" and number <= 0):
             raise ValueError(
-                f"SlowMo divides by the learning rate at a global round: it must be positive, got lr={lr} (read it before "
+                f"SlowMo divides by the learning rate at a global average: it must be positive, got lr={lr} (read it before "
                 "scheduler.step(), and let the schedule end above 0)"
             )
         return step

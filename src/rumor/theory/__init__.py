@@ -5,7 +5,8 @@ The symbols and their names in the code:
     n                     nodes
     T                     iterations
     H                     the period of global averages; math.inf for Gossip SGD
-    W, beta               the mixing matrix, and ||W - 11'/n||_2
+    J                     the matrix whose entries are all 1/n
+    W, beta               the mixing matrix, and ||W - J||_2
     C_beta                sum_{l<H} beta^l; `C` of a `Mixing`
     D_beta                min{H, 1/(1 - beta)}; `D` of a `Mixing`
     gamma                 the step size, `lr`

@@ -33,7 +33,7 @@ def C_beta(beta: float, H: float) -> float:
     C_beta is H for beta = 1 (Local SGD) and 1/(1 - beta) for H = infinity (Gossip SGD).
 
     Args:
-        beta: ||W - 11'/n||_2, between 0 and 1.
+        beta: ||W - J||_2, between 0 and 1.
         H: the period, a whole number or math.inf.
 
     >>> C_beta(0.5, 3), C_beta(1, 16), C_beta(0.75, math.inf)
@@ -102,7 +102,7 @@ class Mixing:
 
     Attributes:
         n: nodes.
-        beta: ||W - 11'/n||_2, the share of the disagreement that is left after one gossip step; for a cycle, at its worst phase.
+        beta: ||W - J||_2, the share of the disagreement that is left after one gossip step; for a cycle, at its worst phase.
         H: the period, the longest one if there are several; math.inf without global averages.
         C: C_beta, the sum of these shares over the H steps of a period; from `mean_mixing`, the mean of the periods' C_beta.
         S: the same sum over infinitely many steps, 1/(1 - beta).
@@ -150,7 +150,7 @@ class Mixing:
 
 
 def static_mixing(n: int, beta: float, H: float) -> Mixing:
-    """Builds the `Mixing` of n nodes with one matrix W, beta = ||W - 11'/n||_2, and a global average every H steps.
+    """Builds the `Mixing` of n nodes with one matrix W, beta = ||W - J||_2, and a global average every H steps.
 
     With H = 1 every step is global and W is not used. This is Parallel SGD, so beta is set to 0.
 
@@ -169,7 +169,7 @@ def check_nodes(n: int) -> None:
 
 
 def mixing(algorithm: Algorithm | Mixing) -> Mixing:
-    """Builds the `Mixing` of an algorithm. Parallel, Local and Gossip SGD are Gossip-PGA with W = 11'/n, W = I and H = infinity.
+    """Builds the `Mixing` of an algorithm. Parallel, Local and Gossip SGD are Gossip-PGA with W = J, W = I and H = infinity.
 
     A cycle of matrices has no useful single beta. Its numbers come from c(l) = `topology.contraction(l)`, the share of the disagreement
     that is left after l steps at the worst phase:

@@ -28,10 +28,11 @@ NO_LINKS = Links(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.ze
 
 
 def base_graph(n: int, peers: int = 1) -> Topology:
-    """A cycle of W_0 ... W_(p-1), each with at most `peers` messages a node, that averages exactly: W_(p-1) ... W_0 = 11'/n for every n.
+    """A cycle of W_0 ... W_(p-1), each with at most `peers` messages a node, that is an exact average for every n: W_(p-1) ... W_0 = J.
 
-    This is the Base-(k+1) graph of Takezawa et al., "Beyond Exponential Graph" (NeurIPS 2023), with k = `peers`. All W are symmetric.
-    The cycle has at most 2 log_(peers+1)(n) + 2 steps, and only log_(peers+1)(n) if n is a power of peers + 1.
+    J is the matrix whose entries are all 1/n. This is the Base-(k+1) graph of Takezawa et al., "Beyond Exponential Graph" (NeurIPS 2023),
+    with k = `peers`. All W are symmetric. The cycle has at most 2 log_(peers+1)(n) + 2 steps, and only log_(peers+1)(n) if n is a power of
+    peers + 1.
 
     The average is exact if you start at the beginning of a cycle. If you start anywhere, take 2 p - 1 steps: they contain a whole cycle.
 

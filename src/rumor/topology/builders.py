@@ -34,7 +34,7 @@ def isolated(n: int) -> Topology:
 
 
 def complete(n: int) -> Topology:
-    """W = 11'/n: every node talks to every other."""
+    """Every node talks to every other, with all weights 1/n: a step is the global average."""
     return _circulant("complete", check_size(n), dict.fromkeys(range(n), 1 / n))
 
 

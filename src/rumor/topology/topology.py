@@ -74,13 +74,13 @@ class Topology:
 
     @cached_property
     def is_complete(self) -> bool:
-        """True if W = 11'/n: one gossip step is then the global average."""
+        """True if all weights are 1/n: one gossip step is then the global average."""
         W = self._matrices[0]
         return self.period == 1 and isinstance(W, Circulant) and len(W.weights) == W.n and len(set(W.weights.values())) == 1
 
     @cached_property
     def beta(self) -> float:
-        """`||W - 11'/n||_2`; for a cycle of p matrices, `||W_(p-1) ... W_0 - 11'/n||_2 ** (1/p)`.
+        """`||W - J||_2`, with J the matrix whose entries are all 1/n; for a cycle of p matrices, `||W_(p-1) ... W_0 - J||_2 ** (1/p)`.
 
         >>> import rumor
         >>> round(rumor.ring(20).beta, 5), rumor.one_peer_exponential(16).beta
@@ -89,7 +89,9 @@ class Topology:
         return float(spectrum.distance_to_average(self._matrices) ** (1 / self.period))
 
     def contraction(self, l: int) -> float:  # noqa: E741 (the paper's letter)
-        """Return how much of the disagreement l steps leave: max over the phases k of ||W_(k+l-1) ... W_k - 11'/n||_2.
+        """Return how much of the disagreement l steps leave: max over the phases k of ||W_(k+l-1) ... W_k - J||_2.
+
+        J is the matrix whose entries are all 1/n.
 
         It is 1 for l = 0, and at most beta**l for a static W. The theory's C and D are sums of it.
 
