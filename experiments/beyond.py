@@ -56,7 +56,7 @@ LARGE = (  # 3 M parameters
     *("--methods", "DDP", "DDP, 4 bits", "Gossip-PGA", "Gossip-PGA, H = 2", "Gossip-PGA, corrected", "--lr", "0.001", "0.002", "0.004"),
     *("--nodes", "8", "--width", "256", "--layers", "4", "--batch", "32", "--length", "128", "--steps", "1500"),
 )
-GPT_SIZE = {"nodes": "4", "steps": "400", "width": "96"}  # of the runs on the page
+GPT_SIZE = {"steps": "400", "width": "96"}  # of the runs on the page
 BOTH = "Gossip-PGA, H 3 to 24, state global, 4 bits"
 PAIRS = (  # what is compared method by method
     (f"{QUASI_GLOBAL}, 4 bits", "Gossip-PGA, 4 bits"),
@@ -145,9 +145,14 @@ def of_bert(by_rate: Mapping[float, Store]) -> list[Point]:
     return [point_of(seeds, f", lr {lr:g}") for lr, seeds in at_best(runs_by_rate(by_rate)) if seeds.run.stretch == 1]
 
 
+def gpt_rows(optimizer: str, nodes: int = 4) -> list[dict[str, str]]:
+    """Return the runs of adamw.py that the pages show."""
+    size = {**GPT_SIZE, "nodes": str(nodes)}
+    return [row for row in read(adamw.RESULTS.with_stem(optimizer)) if all(row[name] == value for name, value in size.items())]
+
+
 def of_gpt(rows: list[dict[str, str]]) -> list[Point]:
     """Return each method of adamw.py at its best learning rate."""
-    rows = [row for row in rows if all(row[name] == value for name, value in GPT_SIZE.items())]
     sent = {row["method"]: float(row["megabytes"]) for row in rows}
     points = []
     for method, (lr, values) in adamw.at_best(rows).items():
@@ -175,7 +180,7 @@ def panels() -> list[Panel]:
             mark = f"{n}" if split == IID else split.removeprefix("dirichlet(").removesuffix(")")
             found.append(Panel(f"{word}-{mark}", name, "test accuracy, %", of_images(table, store, n, split)))
     found.append(Panel("bert", "BERT with LAMB, 8 nodes, each at its best rate", "held-out loss", of_bert(by_rate)))
-    found.append(Panel("gpt", "GPT with AdamW, 4 nodes, each at its best rate", "held-out loss", of_gpt(read(adamw.RESULTS))))
+    found.append(Panel("gpt", "GPT with AdamW, 4 nodes, each at its best rate", "held-out loss", of_gpt(gpt_rows("adamw"))))
     return found
 
 
@@ -238,13 +243,10 @@ def filled_in(text: str, found: Sequence[Panel]) -> str:
 
 def choosing(text: str) -> str:
     """Return docs/choosing.md with its tables for Adam, for bits and for DDP's hooks rebuilt."""
-    rows = {
-        name: [row for row in read(adamw.RESULTS.with_stem(name)) if all(row[column] == value for column, value in GPT_SIZE.items())]
-        for name in adamw.OPTIMIZERS
-    }
     made = {
-        "bits": lambda: adamw.bits_table(rows),
-        "adamw": lambda: adamw.table(rows["adamw"]),
+        "bits": lambda: adamw.bits_table({name: gpt_rows(name) for name in adamw.OPTIMIZERS}),
+        "adamw": lambda: adamw.table(gpt_rows("adamw")),
+        "adamw-8": lambda: adamw.table(gpt_rows("adamw", 8)),
         "hooks": lambda: ddp_hooks.table(read(ddp_hooks.RESULTS)),
     }
     return tables.filled_in(text, lambda word: made[word]())
