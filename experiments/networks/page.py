@@ -299,13 +299,14 @@ def _recorded_periods(images: Store) -> dict[str, Seeds]:
 def main() -> None:
     page, (images, words, by_rate) = ROOT / "docs" / "networks.md", stores()
     tables.write(page, filled_in(page.read_text(), images, words, by_rate))
-    pictures, bands = page.with_suffix(""), "one-peer exponential graph: mean of the seeds; bands: one standard deviation"
+    pictures, bands = page.with_suffix(""), "one-peer exponential graph\nMean of the seeds; bands: one standard deviation"
     first = verdicts.against_parallel(images)
-    title = "Table 7: accuracy minus Parallel SGD's, with our 95 % interval"
-    draw_order(first, [found.pair.first.name for found in first], title, pictures / "first.png")
+    title = "Accuracy minus Parallel SGD's, with our 95 % interval"
+    draw_order(first, [found.pair.first.name for found in first], title, pictures / "first.png", with_verdicts=False)
     everything = verdicts.of_images(images)
-    names = [f"{found.name} ({found.pair.table})" for found in everything]
-    draw_order(everything, names, "All differences on images (table), with our 95 % interval", pictures / "order.png", size=9)
+    names = [f"T{found.pair.table}: {found.name}" for found in everything]
+    title = "All differences on images, with our 95 % interval (T7: Table 7 of the paper)"
+    draw_order(everything, names, title, pictures / "order.png")
     if found := compare.of_table(IMAGES[verdicts.first_table(images)], images):
         title, measures = f"CIFAR-10, 32 nodes, {bands}", ["training loss", "test accuracy, %"]
         if all(point.trained is not None for seeds in found for curve in seeds.curves for point in curve):
