@@ -155,7 +155,7 @@ CLAIMS = {
     "1": "Figure 1: on a ring, different data on each node. Gossip-PGA reaches Parallel SGD first",
     "4": "Figure 4: the same on iid data, where the gap is smaller",
     "5": "Figure 5: exponential graph, grid and ring. On sparser graphs, global averages help more",
-    "6": "Figure 6: compared with Local SGD of the same period, gossip between the averages helps on every graph",
+    "6": "Figure 6: Local SGD with the same period. Gossip between the averages helps on every graph",
     "7": "Figure 7: on the grid, the gain over Local SGD grows with the period",
     "extra": "Our additions: an adaptive period (Gossip-AGA), and Gossip SGD with one average at the end",
     "a9a": "Real data: a9a (123 features) on a ring of 20",
