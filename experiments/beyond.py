@@ -252,11 +252,16 @@ def choosing(text: str) -> str:
     """Return docs/choosing.md with its tables for Adam, for bits and for DDP's hooks rebuilt."""
     made = {
         "bits": lambda: adamw.bits_table({name: gpt_rows(name) for name in adamw.OPTIMIZERS}),
-        "adamw": lambda: adamw.table(gpt_rows("adamw")),
-        "adamw-8": lambda: adamw.table(gpt_rows("adamw", 8)),
+        "adamw": lambda: _adamw(nodes=4),
+        "adamw-8": lambda: _adamw(nodes=8),
         "hooks": lambda: ddp_hooks.table(read(ddp_hooks.RESULTS)),
     }
     return tables.filled_in(text, lambda word: made[word]())
+
+
+def _adamw(nodes: int) -> str:
+    rows = gpt_rows("adamw", nodes)
+    return adamw.table(rows) if rows else NOT_YET
 
 
 # ---- the pictures ---------------------------------------------------------------------------------------------------------------------

@@ -55,6 +55,10 @@ def test_a_picture_is_drawn_though_parts_have_not_been_run(tmp_path: Path) -> No
     assert (tmp_path / "picture.png").stat().st_size > 10_000
 
 
+def test_a_table_without_runs_says_so() -> None:
+    assert beyond._adamw(nodes=1000) == beyond.NOT_YET
+
+
 def test_the_best_rate_is_of_those_with_the_most_seeds() -> None:
     rows = [
         {"method": "DDP", "lr": lr, "seed": seed, "loss": loss} for lr, seed, loss in (("1", "0", "2"), ("1", "1", "4"), ("2", "0", "1"))
