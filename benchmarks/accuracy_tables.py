@@ -57,7 +57,7 @@ def to_target(results: Results, hosts: int) -> str:
     for method in dict.fromkeys(method for by_method in found.values() for method in by_method):
         most = max((by_method[method] for by_method in found.values() if method in by_method), key=lambda row: row["seeds"])
         cells = {
-            _title(results, hosts, ratio): _seconds(by_method[method]) if method in by_method else "-" for ratio, by_method in found.items()
+            title(results, hosts, ratio): _seconds(by_method[method]) if method in by_method else "-" for ratio, by_method in found.items()
         }
         final = f"{100 * most['final']:.2f} ± {100 * most['error']:.2f}"
         rows.append({f"{hosts} hosts": NAMES.get(method, method), "final accuracy, %": final, **cells})
@@ -94,7 +94,7 @@ def _timing(results: Results, hosts: int, ratio: float | None) -> dict[str, Any]
     return next((timing for timing in results["ratios"] if (timing["hosts"], timing["ratio"]) == (hosts, ratio)), None)
 
 
-def _title(results: Results, hosts: int, ratio: float | None) -> str:
+def title(results: Results, hosts: int, ratio: float | None) -> str:
     """The rate of the links, and the ratio measured there together with the methods."""
     timing = _timing(results, hosts, ratio)
     if timing is None:

@@ -189,14 +189,14 @@ def growth(results: Results) -> str:
 def gpu(results: Results) -> str:
     """The cost of `averager.step()` on a GPU for the host and for the device."""
     alone = [
-        f"{1e3 * took['host']:.1f} ms of the host and {1e3 * took['device']:.1f} ms of the GPU ({model.split(',')[0]})"
+        f"{1e3 * took['host']:.1f} ms of CPU time and {1e3 * took['device']:.1f} ms of GPU time ({model.split(',')[0]})"
         for model, delays in results["step, alone"].items()
         for took in (delays["delay=0"],)
     ]
     gloo = results["step, gloo"]
     steps = " and ".join(f"{1e3 * gloo[delay]['step']:.0f} ms with `{delay}`" for delay in ("delay=0", "delay=1"))
     return (
-        f"Where nobody has to wait, `averager.step()` takes {listed(alone)}.\n"
+        f"Without waiting, `averager.step()` needs {listed(alone)}.\n"
         f"Over gloo, with {gloo['processes']} processes that share one GPU, a training step of ResNet-50 takes {steps}."
     )
 

@@ -1,4 +1,4 @@
-"""Accuracy or loss against the bytes that a node sends: docs/beyond.md with its picture, and the table for Adam on docs/choosing.md.
+"""Accuracy or loss against the bytes that a node sends: docs/beyond.md with its pictures, and the table for Adam on docs/choosing.md.
 
     python experiments/beyond.py                   # rebuilds both pages from the results in experiments/results
     python experiments/beyond.py --data FOLDER     # first runs what is missing, of the sets that FOLDER has; can be stopped at any time
@@ -14,14 +14,15 @@ import math
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 import adamw
 import ddp_hooks
+import forest
 from images.networks import MLP
 from images.study import PERCEPTRON, USUAL, Recipe, settings_of
 from images.study import TABLES as IMAGES
@@ -29,15 +30,12 @@ from logistic import tables
 from networks import compare
 from networks.compare import Seeds
 from networks.page import NOT_YET, RESULTS, ROOT, at_best, runs_by_rate, stores
-from networks.runs import IID, QUASI_GLOBAL, TRACKING, Run
+from networks.runs import IID, QUASI_GLOBAL, TRACKING
 from networks.sent import share_of_parallel
 from networks.store import Store
-from rumor.checkpoint.files import replacing
-from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 from text.gpt import read
 
 PAGE, CHOOSING = ROOT / "docs" / "beyond.md", ROOT / "docs" / "choosing.md"
-PICTURE = ROOT / "docs" / "beyond" / "bytes.png"
 SMALL_RECIPE = USUAL._replace(**PERCEPTRON, epochs=6)
 SMALL = (
     "--net",
@@ -56,7 +54,7 @@ LARGE = (  # 3 M parameters
     *("--methods", "DDP", "DDP, 4 bits", "Gossip-PGA", "Gossip-PGA, H = 2", "Gossip-PGA, corrected", "--lr", "0.001", "0.002", "0.004"),
     *("--nodes", "8", "--width", "256", "--layers", "4", "--batch", "32", "--length", "128", "--steps", "1500"),
 )
-GPT_SIZE = {"nodes": "4", "steps": "400", "width": "96"}  # of the runs on the page
+GPT_SIZE = {"steps": "400", "width": "96"}  # of the runs on the page
 BOTH = "Gossip-PGA, H 3 to 24, state global, 4 bits"
 PAIRS = (  # what is compared method by method
     (f"{QUASI_GLOBAL}, 4 bits", "Gossip-PGA, 4 bits"),
@@ -68,21 +66,12 @@ PAIRS = (  # what is compared method by method
     ("Gossip-PGA, H 3 to 24, 4 bits", "Gossip-AGA, 4 bits"),
     (BOTH, "Gossip-AGA, 4 bits"),
 )
-GREY, BESIDE = "#777777", 1.025  # a colour; how far apart points of the same bytes are drawn
-FAMILIES = {  # colour and marker
-    "Parallel SGD": (BLACK, "o"),
-    "Local SGD": (ORANGE, "s"),
-    "Gossip SGD": (VERMILION, "v"),
-    "Gossip-AGA": (GREEN, "^"),
-    "Gossip-PGA": (BLUE, "o"),
-    "Gossip-PGA, state averaged": (BLUE, "D"),
-    "Gossip-PGA, H by learning rate": (SKY, "o"),
-    "Gossip-PGA, H by learning rate, state averaged": (SKY, "D"),
-    "Gossip-PGA on the base graph": (GREY, "o"),
-    "Gossip-PGA, corrected for Adam": (GREEN, "D"),
-    QUASI_GLOBAL: (VERMILION, "P"),
-    "Scaffold": (PURPLE, "X"),
-    TRACKING: (PURPLE, "*"),
+SHORT = {"Parallel SGD, 4 bits": "Parallel SGD, 4 bits", "**recommended**": BOTH, "Gossip-PGA, 4 bits": "Gossip-PGA, 4 bits"}
+CORRECTED_BITS = "DDP, 4 bits, optimizer="  # the advice for AdamW
+PICTURES = {  # what the words of its panels begin with, and its title
+    "bytes": ("cifar", "CIFAR-10: test accuracy minus Parallel SGD's, in points, with 95 % intervals"),
+    "fashion": ("small", "Fashion-MNIST: test accuracy minus Parallel SGD's, in points, with 95 % intervals"),
+    "gpt": ("gpt", "GPT with AdamW: held-out loss minus DDP's, with 95 % intervals (lower is better)"),
 }
 
 
@@ -90,7 +79,6 @@ class Point(NamedTuple):
     """A method in one setting: what it sends, as a share of Parallel SGD's bytes, and its value for each seed."""
 
     name: str
-    family: str
     sent: float
     values: dict[int, float]  # by seed: accuracy in %, or a loss
     training: dict[int, float] | None = None  # the training loss by seed
@@ -112,20 +100,11 @@ class Panel(NamedTuple):
 # ---- points from the results ----------------------------------------------------------------------------------------------------------
 
 
-def family_of(run: Run) -> str:
-    if run.method != "Gossip-PGA":
-        return run.method
-    if run.topology == "base_graph":
-        return "Gossip-PGA on the base graph"
-    marks = (["H by learning rate"] if isinstance(run.H, tuple) else []) + (["state averaged"] if run.state else [])
-    return ", ".join(["Gossip-PGA", *marks])
-
-
 def point_of(seeds: Seeds, mark: str = "") -> Point:
     times = 100 if seeds.is_accuracy else 1
     values = {seed: times * value for seed, value in zip(seeds.seeds, seeds.values, strict=True)}
     training = dict(zip(seeds.seeds, seeds.in_training().values, strict=True)) if seeds.is_accuracy else None
-    return Point(seeds.run.name + mark, family_of(seeds.run), share_of_parallel(seeds.run, seeds.global_share), values, training)
+    return Point(seeds.run.name + mark, share_of_parallel(seeds.run, seeds.global_share), values, training)
 
 
 def small_store(path: Path, recipe: Recipe = SMALL_RECIPE, images: int = 60_000) -> Store:
@@ -145,37 +124,35 @@ def of_bert(by_rate: Mapping[float, Store]) -> list[Point]:
     return [point_of(seeds, f", lr {lr:g}") for lr, seeds in at_best(runs_by_rate(by_rate)) if seeds.run.stretch == 1]
 
 
+def gpt_rows(optimizer: str, nodes: int = 4) -> list[dict[str, str]]:
+    """Return the runs of adamw.py that the pages show."""
+    size = {**GPT_SIZE, "nodes": str(nodes)}
+    return [row for row in read(adamw.RESULTS.with_stem(optimizer)) if all(row[name] == value for name, value in size.items())]
+
+
 def of_gpt(rows: list[dict[str, str]]) -> list[Point]:
     """Return each method of adamw.py at its best learning rate."""
-    rows = [row for row in rows if all(row[name] == value for name, value in GPT_SIZE.items())]
     sent = {row["method"]: float(row["megabytes"]) for row in rows}
     points = []
     for method, (lr, values) in adamw.at_best(rows).items():
-        if len(values) < adamw.LEAST:
-            continue
-        corrected = "Gossip-PGA, corrected for Adam"
-        base = "Parallel SGD" if method.startswith("DDP") else method.split(",")[0]
-        family = corrected if "corrected" in method else "Gossip-PGA, state averaged" if "state" in method else base
-        points.append(Point(f"{method}, lr {lr:g}", family, sent[method] / sent["DDP"], values))
+        if len(values) >= adamw.LEAST:
+            points.append(Point(f"{method}, lr {lr:g}", sent[method] / sent["DDP"], values))
     return points
 
 
 def panels() -> list[Panel]:
     images, _, by_rate = stores()
     small = small_store(RESULTS / "beyond.csv")
-    splits = {f"dirichlet({alpha})": f"labels split by Dirichlet({alpha})" for alpha in (0.3, 0.1)}
+    splits = {IID: "even data", **{f"dirichlet({alpha})": f"Dirichlet({alpha})" for alpha in (0.3, 0.1)}}
     found = []
-    for title, table, store, nodes, odd in (
-        ("CIFAR-10, ResNet of 2 M", "beyond", images, 32, 50),
-        ("Fashion-MNIST, MLP of 13 k", "beyond small", small, 16, 20),
-    ):
+    for table, store, nodes, odd in (("beyond", images, 32, 50), ("beyond small", small, 16, 20)):
         word = table.replace("beyond ", "").replace("beyond", "cifar")
-        for n, split in ((nodes, IID), (odd, IID), *((nodes, split) for split in splits)):
-            name = ", ".join([title, f"{n} nodes", *([splits[split]] if split in splits else [])])
+        for n, split in ((nodes, IID), (odd, IID), *((nodes, split) for split in splits if split != IID)):
+            name = f"{n} nodes, {splits[split]}"
             mark = f"{n}" if split == IID else split.removeprefix("dirichlet(").removesuffix(")")
             found.append(Panel(f"{word}-{mark}", name, "test accuracy, %", of_images(table, store, n, split)))
-    found.append(Panel("bert", "BERT with LAMB, 8 nodes, each at its best rate", "held-out loss", of_bert(by_rate)))
-    found.append(Panel("gpt", "GPT with AdamW, 4 nodes, each at its best rate", "held-out loss", of_gpt(read(adamw.RESULTS))))
+    found.append(Panel("bert", "8 nodes, each at its best learning rate", "held-out loss", of_bert(by_rate)))
+    found.append(Panel("gpt", "4 nodes, each method at its best learning rate", "held-out loss", of_gpt(gpt_rows("adamw"))))
     return found
 
 
@@ -194,7 +171,7 @@ def table_of(panel: Panel) -> str:
             "method": point.name,
             "bytes": "1" if point is first else f"1/{1 / point.sent:.1f}",
             f"{panel.measure} (seeds)": f"{point.mean:.{digits}f} ({len(point.values)})",
-            f"minus {first.name.split(', lr')[0]}'s": "-" if point is first else _away(point.values, first.values, digits),
+            f"minus {_bare(first)}'s": "-" if point is first else _away(point.values, first.values, digits),
         }
         if point.training and first.training:
             row["training loss minus its"] = "-" if point is first else _away(point.training, first.training, 3)
@@ -208,18 +185,19 @@ def _away(ours: dict[int, float], theirs: dict[int, float], digits: int) -> str:
 
 
 def pairs_table(by_word: Mapping[str, Panel]) -> str:
-    """How far methods of nearly the same bytes are apart, in accuracy (%) and in training loss."""
-    rows: list[tables.Row] = []
-    for ours, theirs in PAIRS:
-        row: tables.Row = {"method": ours.removesuffix(", 4 bits"), "minus": theirs.removesuffix(", 4 bits")}
-        for word, title in (("small-16", "even"), ("small-0.3", "Dirichlet(0.3)"), ("small-0.1", "Dirichlet(0.1)")):
-            found = {point.name: point for point in by_word[word].points}
-            a, b = found.get(ours), found.get(theirs)
-            row[title] = (
-                "-" if a is None or b is None else f"{_away(a.values, b.values, 1)}; loss {_away(a.training or {}, b.training or {}, 3)}"
-            )
-        rows.append(row)
-    return tables.as_text(rows)
+    """How far methods of nearly the same bytes are apart: a table for the accuracy (%), and one for the training loss."""
+    tables_of = {"accuracy": (lambda point: point.values, 1), "training loss": (lambda point: point.training or {}, 3)}
+    return "\n\n".join(tables.as_text([_pair(by_word, pair, what, *how) for pair in PAIRS]) for what, how in tables_of.items())
+
+
+def _pair(
+    by_word: Mapping[str, Panel], pair: tuple[str, str], what: str, values_of: Callable[[Point], dict[int, float]], digits: int
+) -> tables.Row:
+    row: tables.Row = {what: " - ".join(name.removesuffix(", 4 bits") for name in pair)}
+    for word, title in (("small-16", "even"), ("small-0.3", "Dirichlet(0.3)"), ("small-0.1", "Dirichlet(0.1)")):
+        found = {point.name: values_of(point) for point in by_word[word].points}
+        row[title] = _away(found[pair[0]], found[pair[1]], digits) if found.keys() >= set(pair) else "-"
+    return row
 
 
 def against_adaptive(panel: Panel) -> str:
@@ -230,111 +208,92 @@ def against_adaptive(panel: Panel) -> str:
     return f"{BOTH} minus Gossip-AGA, 4 bits, seed by seed: {away[0]} points of accuracy, {away[1]} of training loss."
 
 
+def headline(cifar: Sequence[Panel]) -> str:
+    """The first sentence of the page: how far the recommended method is from Parallel SGD on CIFAR-10."""
+    below = [-_from_first(panel, BOTH) for panel in cifar]
+    return (
+        "With a tenth of the bytes, **Gossip-PGA with 4 bits, a period that follows the learning rate, and averaged momentum** ends\n"
+        f"{min(below):.2f} to {max(below):.2f} points below Parallel SGD's accuracy on CIFAR-10, in four settings with even"
+        " and uneven data."
+    )
+
+
+def short_table(cifar: Sequence[Panel]) -> str:
+    """How far the methods that send little are from Parallel SGD on CIFAR-10; their bytes are in brackets."""
+    sent = {point.name: f"1/{1 / point.sent:.2g}" for point in cifar[0].points}
+    names = {f"{shown} ({sent[name]})": name for shown, name in SHORT.items()}
+    return tables.as_text([{"CIFAR-10": panel.title, **{shown: _gap(panel, name) for shown, name in names.items()}} for panel in cifar])
+
+
+def _gap(panel: Panel, name: str) -> str:
+    away = _from_first(panel, name)
+    return "not run" if math.isnan(away) else f"{away:+.2f}"
+
+
+def _from_first(panel: Panel, name: str) -> float:
+    """Return the mean difference of a method to the panel's first point; NaN if it was not run."""
+    point = next((point for point in panel.points if point.name == name), None)
+    return math.nan if point is None else _from(panel.points[0], point)[0]
+
+
 def filled_in(text: str, found: Sequence[Panel]) -> str:
     by_word = {panel.word: panel for panel in found}
-    special = {"pairs": lambda: pairs_table(by_word), "cifar-32-adaptive": lambda: against_adaptive(by_word["cifar-32"])}
+    cifar = [panel for panel in found if panel.word.startswith("cifar")]
+    special = {
+        "headline": lambda: headline(cifar),
+        "short": lambda: short_table(cifar),
+        "pairs": lambda: pairs_table(by_word),
+        "cifar-32-adaptive": lambda: against_adaptive(by_word["cifar-32"]),
+    }
     return tables.filled_in(text, lambda word: special[word]() if word in special else table_of(by_word[word]))
 
 
 def choosing(text: str) -> str:
     """Return docs/choosing.md with its tables for Adam, for bits and for DDP's hooks rebuilt."""
-    rows = {
-        name: [row for row in read(adamw.RESULTS.with_stem(name)) if all(row[column] == value for column, value in GPT_SIZE.items())]
-        for name in adamw.OPTIMIZERS
-    }
     made = {
-        "bits": lambda: adamw.bits_table(rows),
-        "adamw": lambda: adamw.table(rows["adamw"]),
+        "bits": lambda: adamw.bits_table({name: gpt_rows(name) for name in adamw.OPTIMIZERS}),
+        "adamw": lambda: _adamw(nodes=4),
+        "adamw-8": lambda: _adamw(nodes=8),
         "hooks": lambda: ddp_hooks.table(read(ddp_hooks.RESULTS)),
     }
     return tables.filled_in(text, lambda word: made[word]())
 
 
-# ---- the picture ----------------------------------------------------------------------------------------------------------------------
+def _adamw(nodes: int) -> str:
+    rows = gpt_rows("adamw", nodes)
+    return adamw.table(rows) if rows else NOT_YET
 
 
-def draw(found: Sequence[Panel], path: Path) -> None:
-    """One panel for each setting; the studies on a GPU on the left, those on a CPU on the right."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    columns = [[*found[:4], found[8]], [*found[4:8], found[9]]]
-    figure, axes = pyplot.subplots(5, 2, figsize=(11, 17), layout="constrained")
-    for side, column in enumerate(columns):
-        for axis, panel in zip(axes[:, side], column, strict=True):
-            _draw_panel(axis, panel)
-    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    order = [family for family in FAMILIES if family in handles]
-    figure.legend([handles[name] for name in order], order, loc="outside lower center", ncols=3, fontsize=9, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as aside:
-        figure.savefig(aside, dpi=110)
-    pyplot.close(figure)
+# ---- the pictures ---------------------------------------------------------------------------------------------------------------------
 
 
-def _draw_panel(axis: Any, panel: Panel) -> None:
-    shares = [1, 1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32]
-    axis.set(title=panel.title, xlabel="bytes that a node sends, as a share of Parallel SGD's", ylabel=panel.measure, xscale="log")
-    axis.title.set_fontsize(10)
-    axis.set_xticks(shares, ["1", *(f"1/{1 / share:.0f}" for share in shares[1:])])
-    axis.minorticks_off()
-    axis.set_xlim(1.15, 1 / 60)  # fewer bytes to the right
-    axis.grid(alpha=0.25, linewidth=0.5)
-    places = _side_by_side([point.sent for point in panel.points])
-    for point, place in zip(panel.points, places, strict=True):
-        colour, marker = FAMILIES[point.family]
-        look = {"color": colour, "marker": marker, "markersize": 6, "linewidth": 1, "capsize": 2, "alpha": 0.85}
-        axis.errorbar(place, point.mean, _half(point, panel.points[0]), label=point.family, **look)
-    if not panel.points:
-        axis.text(0.5, 0.5, "not run yet", transform=axis.transAxes, ha="center")
-        return
-    axis.axhline(panel.points[0].mean, color=BLACK, linewidth=0.7, linestyle=":")
-    low, high = _range(panel)
-    axis.set_ylim(low, high)
-    for point, place in zip(panel.points, places, strict=True):  # an arrow for what is left out
-        if not low <= point.mean <= high:
-            edge, back = (low, 14) if point.mean < low else (high, -14)
-            arrow = {"arrowstyle": "->", "color": FAMILIES[point.family][0]}
-            axis.annotate("", (place, edge), (0, back), textcoords="offset points", arrowprops=arrow)
+def draw(found: Sequence[Panel], title: str, path: Path) -> None:
+    """Draw how far each method is from the first one; the method that sends most is at the top."""
+    first = next(_bare(panel.points[0]) for panel in found if panel.points)
+    recommended = BOTH if first == "Parallel SGD" else CORRECTED_BITS
+    panels = {panel.title: {_bare(point): _from(panel.points[0], point) for point in panel.points} for panel in found}
+    forest.draw(panels, forest.Rows(_labels(found), first, recommended), title, path)
 
 
-def _side_by_side(shares: Sequence[float]) -> list[float]:
-    """Move points a little apart that would hide each other: those of nearly the same share, around where they are.
-
-    >>> [round(share, 3) for share in _side_by_side([0.1, 0.1, 0.5])]
-    [0.101, 0.099, 0.5]
-    """
-    clusters: list[list[int]] = []
-    for place in sorted(range(len(shares)), key=lambda place: -shares[place]):
-        if clusters and shares[clusters[-1][-1]] / shares[place] < BESIDE:
-            clusters[-1].append(place)
-        else:
-            clusters.append([place])
-    moved = {place: BESIDE ** ((len(near) - 1) / 2 - order) for near in clusters for order, place in enumerate(near)}
-    return [share * moved[place] for place, share in enumerate(shares)]
+def _labels(found: Sequence[Panel]) -> dict[str, str]:
+    """Each method of the panels with its bytes, as a share of the first one's."""
+    sent: dict[str, float] = {}
+    for point in (point for panel in found for point in panel.points):
+        sent.setdefault(_bare(point), point.sent)
+    shares = {name: "1" if share == 1 else f"1/{1 / share:.2g}" for name, share in sent.items()}
+    return {name: f"{name}:  {shares[name]}" for name in sorted(sent, key=lambda name: -sent[name])}
 
 
-def _range(panel: Panel) -> tuple[float, float]:
-    """Return the range of the y-axis. Points that are far worse than most would hide the differences, so it leaves them out."""
-    first = panel.points[0]
-    gaps = {point.name: abs(point.mean - first.mean) for point in panel.points}
-    most = 1.6 * max(sorted(gaps.values())[int(0.8 * (len(gaps) - 1))], 1e-3)
-    near = [point for point in panel.points if gaps[point.name] <= most]
-    low, high = (
-        side([side(point.mean, point.mean + sign * min(_half(point, first), most)) for point in near])
-        for side, sign in ((min, -1), (max, 1))
-    )
-    room = max(0.08 * (high - low), 1e-3)
-    return low - room, high + room
+def _bare(point: Point) -> str:
+    """The name without the learning rate."""
+    return point.name.split(", lr ")[0]
 
 
-def _half(point: Point, first: Point) -> float:
-    """Return half the 95 % interval of the difference to the first point, seed by seed; 0 for the first point."""
-    both = point.values.keys() & first.values.keys()
-    half = compare.half_interval([point.values[seed] - first.values[seed] for seed in both])
-    return 0.0 if math.isnan(half) else half
+def _from(first: Point, point: Point) -> tuple[float, float]:
+    """Return the difference to the first point, seed by seed, and half its 95 % interval."""
+    away = [point.values[seed] - first.values[seed] for seed in point.values.keys() & first.values.keys()]
+    half = compare.half_interval(away)
+    return statistics.mean(away), 0.0 if math.isnan(half) else half
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------------------------
@@ -366,7 +325,8 @@ def main() -> None:
     found = panels()
     tables.write(PAGE, filled_in(PAGE.read_text(), found))
     tables.write(CHOOSING, choosing(CHOOSING.read_text()))
-    draw(found, PICTURE)
+    for name, (word, title) in PICTURES.items():
+        draw([panel for panel in found if panel.word.startswith(word)], title, PAGE.with_suffix("") / f"{name}.png")
 
 
 if __name__ == "__main__":

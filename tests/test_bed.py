@@ -190,8 +190,8 @@ def test_table_17_at_a_toy_size(tmp_path: Path):
     for name, row in rows.items():
         assert row["overhead"] == pytest.approx(row["median"] - rows["no communication"]["median"]), name
     table = network_tables.overhead(found).splitlines()
-    assert "424 (+278)" in table[2]
-    assert "tiny, 2 hosts, loopback" in table[4]
+    assert "278" in table[2]
+    assert "tiny, loopback" in table[4]
 
 
 def test_overheads_have_the_limit_of_their_bytes():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import rumor
 from rumor.cli import main
+from rumor.cli.plan_picture import drawback, rows_to_draw
 from rumor.cost import Link, Measured, Recommendation, Workload, predict, recommend
 from rumor.cost.reasons import DEFAULT_PERIOD, ITS_LONGEST, MOST_ACCURATE
 
@@ -291,3 +293,19 @@ def test_samples_that_overlap_are_pointed_out(capsys: pytest.CaptureFixture[str]
     both = "This choice may be chance: the samples of DDP (67.3 ms to 90.6 ms) and of gossip_pga(one_peer_exponential, H=2, bits=4)"
     assert both in shown[0], "on the fast network both steps take as long"
     assert "may be chance" not in shown[1], "on the slow one, the slowest step is faster than DDP's fastest"
+
+
+def test_the_picture_has_few_methods_and_says_why_faster_ones_are_not_taken() -> None:
+    steps = {CODED: 0.12, delayed(CODED): 0.1, FLOAT32: 0.22}
+    rows = predict(4, WORK, measured(step_seconds=steps), H=3, bits=4)
+    chosen = next(row for row in rows if row.text == CODED)
+    drawn = rows_to_draw(rows, chosen)
+    assert [row.seconds for row in drawn] == sorted(row.seconds for row in drawn)
+    assert chosen in drawn
+    assert len({(row.label, row.topology) for row in drawn}) == len(drawn) <= 12
+    remarks = {row.label: drawback(row, chosen) for row in drawn}
+    assert remarks["Gossip-PGA, 4 bits, delay=1"] == "a little less accurate"
+    assert remarks["Local SGD, 4 bits"] == "takes more steps to be as good"
+    assert remarks["DDP"] == ""
+    parallel = next(row for row in rows if row.method == "Parallel SGD")
+    assert drawback(chosen, replace(parallel, seconds=1.05 * chosen.seconds)) == "less than 10% faster"

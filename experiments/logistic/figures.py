@@ -34,7 +34,7 @@ class Setting:
     data: str = "synthetic"
 
     def __str__(self) -> str:
-        split = "iid" if self.iid else ("non-iid" if self.data == "synthetic" else "by label")
+        split = "iid" if self.iid else ("not iid" if self.data == "synthetic" else "by label")
         return f"{'' if self.data == 'synthetic' else self.data + ', '}n = {self.n}, {split}"
 
 
@@ -152,10 +152,10 @@ FIGURES: dict[str, list[Panel]] = {
 }
 THE_PAPERS = ("1", "4", "5", "6", "7")
 CLAIMS = {
-    "1": "Figure 1: on a ring with different data on each node, Gossip-PGA reaches Parallel SGD first. The lead grows with n",
+    "1": "Figure 1: on a ring, different data on each node. Gossip-PGA reaches Parallel SGD first",
     "4": "Figure 4: the same on iid data, where the gap is smaller",
     "5": "Figure 5: exponential graph, grid and ring. On sparser graphs, global averages help more",
-    "6": "Figure 6: compared with Local SGD of the same period, gossip between the averages helps on every graph",
+    "6": "Figure 6: Local SGD with the same period. Gossip between the averages helps on every graph",
     "7": "Figure 7: on the grid, the gain over Local SGD grows with the period",
     "extra": "Our additions: an adaptive period (Gossip-AGA), and Gossip SGD with one average at the end",
     "a9a": "Real data: a9a (123 features) on a ring of 20",

@@ -66,7 +66,7 @@ def image_table(name: str, table: Table, store: Store) -> str:
         return {"method": _method(seeds.run, name), "epochs / hours to target": reached, "paper: epochs / hours to 76 %": papers}
 
     has_target = any(paper and paper.to_target for paper in (reported(name, run) for run in table.runs))
-    parts = (row_of, target_row_of) if name.startswith("7") and has_target else (row_of,)
+    parts = (row_of, target_row_of) if has_target and name == verdicts.first_table(store) else (row_of,)
     return "\n\n".join(_table(name, table, store, part) for part in parts)
 
 
@@ -151,9 +151,13 @@ def text_table(name: str, table: Table, store: Store) -> str:
     return _table(name, table, store, row_of)
 
 
-def bits_table(table: Table, store: Store) -> str:
+def bits_table(store: Store, *of: Table) -> str:
     """Runs with codes, and how far they are from the same runs with float32: in the value at the end, and in the training loss."""
-    found = compare.of_table(table, store)
+    rows = [row for table in of for row in _bits_rows(compare.of_table(table, store))]
+    return tables.as_text(rows) if rows else NOT_YET
+
+
+def _bits_rows(found: list[Seeds]) -> list[tables.Row]:
     float32 = {seeds.run: seeds for seeds in found if seeds.run.bits == 32}
     rows: list[tables.Row] = []
     for seeds in (each for each in found if each.run.bits < 32):
@@ -164,12 +168,12 @@ def bits_table(table: Table, store: Store) -> str:
         rows.append(
             {
                 "method": ", ".join([run.method, *marks]),
-                "bits": run.bits,
-                f"{value}: - float32's": _away(seeds, plain, times, digits),
-                "training loss: - float32's": _away(seeds.in_training(), plain.in_training(), 1, 4),
+                "bits (seeds)": f"{run.bits} ({len(seeds.values)})",
+                value: _away(seeds, plain, times, digits),
+                "training loss": _away(seeds.in_training(), plain.in_training(), 1, 4),
             }
         )
-    return tables.as_text(rows) if rows else NOT_YET
+    return rows
 
 
 def _away(seeds: Seeds, plain: Seeds, times: int, digits: int) -> str:
@@ -239,11 +243,10 @@ def filled_in(text: str, images: Store, words: Store, by_rate: Mapping[float, St
         "headline": lambda: verdicts.headline(images),
         "headline-table": lambda: verdicts.headline_table(images),
         "order": lambda: verdicts.counted(images, words),
-        "order-differs": lambda: verdicts.differing(images, words),
+        "order-differs": lambda: verdicts.differing(words),
         "10": lambda: nodes_table(IMAGES["10"], images),
-        "bits": lambda: bits_table(IMAGES["bits"], images),
-        "bits-again": lambda: bits_table(IMAGES["bits again"], images),
-        "11-bits": lambda: bits_table(TEXT["11 bits"], words),
+        "bits": lambda: bits_table(images, IMAGES["bits"], IMAGES["bits again"]),
+        "11-bits": lambda: bits_table(words, TEXT["11 bits"]),
         "rates": lambda: rates_table(by_rate),
         "gpu-minutes": lambda: time_line([(IMAGES, images), (TEXT, words), *others]),
         "simulated-step": step_line,
@@ -299,13 +302,14 @@ def _recorded_periods(images: Store) -> dict[str, Seeds]:
 def main() -> None:
     page, (images, words, by_rate) = ROOT / "docs" / "networks.md", stores()
     tables.write(page, filled_in(page.read_text(), images, words, by_rate))
-    pictures, bands = page.with_suffix(""), "one-peer exponential graph: mean of the seeds; bands: one standard deviation"
+    pictures, bands = page.with_suffix(""), "one-peer exponential graph\nMean of the seeds; bands: one standard deviation"
     first = verdicts.against_parallel(images)
-    title = "Table 7: accuracy minus Parallel SGD's, with our 95 % interval"
-    draw_order(first, [found.pair.first.name for found in first], title, pictures / "first.png")
+    title = "Accuracy minus Parallel SGD's, with our 95 % interval"
+    draw_order(first, [found.pair.first.name for found in first], title, pictures / "first.png", with_verdicts=False)
     everything = verdicts.of_images(images)
-    names = [f"{found.name} ({found.pair.table})" for found in everything]
-    draw_order(everything, names, "All differences on images (table), with our 95 % interval", pictures / "order.png", size=9)
+    names = [f"T{found.pair.table}: {found.name}" for found in everything]
+    title = "All differences on images, with our 95 % interval (T7: Table 7 of the paper)"
+    draw_order(everything, names, title, pictures / "order.png")
     if found := compare.of_table(IMAGES[verdicts.first_table(images)], images):
         title, measures = f"CIFAR-10, 32 nodes, {bands}", ["training loss", "test accuracy, %"]
         if all(point.trained is not None for seeds in found for curve in seeds.curves for point in curve):

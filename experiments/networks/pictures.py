@@ -26,31 +26,32 @@ LOOKS = {  # colour and dashes; the dashes tell curves apart in grey print
 VERDICTS = {"agrees": BLUE, "agrees, wide interval": SKY, "differs in size": ORANGE, "differs": VERMILION}
 
 
-def draw_order(found: Sequence[Compared], names: Sequence[str], title: str, path: Path, size: float = 12) -> None:
+def draw_order(found: Sequence[Compared], names: Sequence[str], title: str, path: Path, with_verdicts: bool = True) -> None:
     """Draw each difference in the paper (diamond) and ours (dot, with its 95 % interval, in the colour of the verdict)."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axis = pyplot.subplots(figsize=(7.2, 1.5 + 0.027 * size * len(found)), layout="constrained")
-    rows = range(len(found))
+    figure, axis = pyplot.subplots(figsize=(7.2, 1.5 + 0.25 * len(found)), layout="constrained")
+    rows, verdicts = range(len(found)), VERDICTS if with_verdicts else {}
     for row, one in zip(rows, found, strict=True):
         reach = [[one.ours - one.interval[0]], [one.interval[1] - one.ours]]
-        axis.errorbar([one.ours], [row], xerr=reach, fmt="o", color=VERDICTS[one.verdict], capsize=3, markersize=0.55 * size)
+        colour = verdicts.get(one.verdict, BLUE)
+        axis.errorbar([one.ours], [row], xerr=reach, fmt="o", color=colour, capsize=3, markersize=5)
     papers = [one.paper for one in found]
-    axis.plot(papers, rows, linestyle="", marker="D", color=BLACK, markerfacecolor="none", markersize=0.6 * size, label="the paper")
-    for kind, colour in VERDICTS.items():
-        if any(one.verdict == kind for one in found):
-            axis.plot([], [], marker="o", color=colour, label=f"ours: {kind}")
+    axis.plot(papers, rows, linestyle="", marker="D", color=BLACK, markerfacecolor="none", markersize=6, label="the paper")
+    kinds = {kind: colour for kind, colour in verdicts.items() if any(one.verdict == kind for one in found)}
+    for label, colour in {f"ours: {kind}": colour for kind, colour in kinds.items()}.items() if kinds else (("ours", BLUE),):
+        axis.plot([], [], marker="o", color=colour, label=label)
     axis.axvline(0, color=BLACK, linewidth=0.8)
-    axis.set_yticks(rows, names, fontsize=size)
-    axis.tick_params(axis="x", labelsize=size)
-    axis.set_xlabel("points of accuracy" if found[0].is_accuracy else "loss", fontsize=size)
-    axis.invert_yaxis()
+    axis.set_yticks(rows, names, fontsize=9.5)
+    axis.tick_params(axis="x", labelsize=9.5)
+    axis.set_ylim(len(found) - 0.3, -0.7)  # the first at the top
+    axis.set_xlabel("points of accuracy" if found[0].is_accuracy else "loss", fontsize=9.5)
     axis.grid(alpha=0.25, linewidth=0.5)
-    figure.suptitle(title, fontsize=size)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=size - 1, frameon=False)
+    figure.suptitle(title, fontsize=11)
+    figure.legend(loc="outside lower center", ncols=3, fontsize=9.5, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside:
         figure.savefig(aside, dpi=150)
@@ -68,7 +69,7 @@ def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, pat
     once = {name: seeds for seeds, name in named if seeds.run.stretch == 1 and seeds.run.method in LOOKS}
     if not once:
         return
-    figure, axes = pyplot.subplots(len(measures), 2, figsize=(11, 3.6 * len(measures) + 0.8), squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(len(measures), 2, figsize=(7.4, 2.6 * len(measures) + 0.8), squeeze=False, layout="constrained")
     for place, (measure, row) in enumerate(zip(measures, axes, strict=True)):
         for name, seeds in once.items():
             done = np.arange(1, len(seeds.curves[0]) + 1) / len(seeds.curves[0])  # share of the run at each point of its curve
@@ -79,11 +80,11 @@ def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, pat
             axis.set(xlabel=label, ylabel=measure, xlim=(0, None), ylim=(low, high))
             axis.grid(alpha=0.25, linewidth=0.5)
     handles, labels = axes.flat[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9.5, frameon=False)
     figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside:
-        figure.savefig(aside, dpi=130)
+        figure.savefig(aside, dpi=150)
     pyplot.close(figure)
 
 
@@ -104,7 +105,7 @@ def draw_periods(found: Mapping[str, Seeds], title: str, path: Path) -> None:
     axis.legend(fontsize=9, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside:
-        figure.savefig(aside, dpi=130)
+        figure.savefig(aside, dpi=150)
     pyplot.close(figure)
 
 

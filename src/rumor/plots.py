@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rumor.checkpoint.files import replacing
-from rumor.cost import Prediction
-from rumor.cost.network import in_python
 from rumor.theory import Mixing
 from rumor.topology import Topology
 from rumor.topology.drawing import MOST_LINKS, NUMBERED_UP_TO, has_hidden_links, links, positions
@@ -104,28 +102,34 @@ def _draw_constants(axes: Any, over_H: Sequence[Mixing]) -> None:
     axes.legend()
 
 
-def draw_plan(rows: Sequence[Prediction], chosen: Prediction | None, compute: float, title: str, path: str) -> None:
-    """Draws the time of a step for each row of `rumor plan`, computing and communication. The recommended row is marked."""
+class Bar(NamedTuple):
+    """A method in the picture of a plan. Times are in seconds."""
+
+    name: str
+    computing: float
+    communication: float
+    remark: str
+    is_chosen: bool
+
+
+def draw_plan(bars: Sequence[Bar], title: str, path: str) -> None:
+    """Draws the time of a step for each method of `rumor plan`, computing and communication, with a remark beside the bar."""
     pyplot = open_pyplot(path)
-    shown = [row for row in rows if row.method not in ("OSGP", "Gossip-AGA")]  # their times lie between those of the others
-    names = [
-        f"{row.label}{f', H = {row.H}' if (row.H or 1) > 1 else ''}{f', {in_python(row.topology)}' if row.topology else ''}"
-        for row in shown
-    ]
-    figure, axes = pyplot.subplots(figsize=(8.5, 1.6 + 0.27 * len(shown)), layout="constrained")
-    computing = [1e3 * min(compute, row.seconds) for row in shown]  # a whole step may have been measured in a faster moment
-    axes.barh(names, computing, color=SKY, label="computing")
-    communication = [1e3 * row.seconds - own for row, own in zip(shown, computing, strict=True)]
-    axes.barh(names, communication, left=computing, color=VERMILION, label="communication")
-    for label, row in zip(axes.get_yticklabels(), shown, strict=True):
-        if row == chosen:
-            label.set_fontweight("bold")
-            axes.annotate(" recommended", (1e3 * row.seconds, shown.index(row)), va="center", fontsize=9)
-    axes.margins(x=0.15)
+    figure, axes = pyplot.subplots(figsize=(7.2, 1.7 + 0.27 * len(bars)), layout="constrained")
+    at, computing = range(len(bars)), [1e3 * bar.computing for bar in bars]
+    axes.barh(at, computing, color=SKY, label="computing")
+    axes.barh(at, [1e3 * bar.communication for bar in bars], left=computing, color=BLUE, label="communication")
+    axes.set_yticks(at, [bar.name for bar in bars], fontsize=9)
+    for place, (bar, label) in enumerate(zip(bars, axes.get_yticklabels(), strict=True)):
+        total = 1e3 * (bar.computing + bar.communication)
+        look = {"color": VERMILION, "fontweight": "bold"} if bar.is_chosen else {}
+        label.set(**look)
+        text = f"{total:.3g} ms{f': {bar.remark}' if bar.remark else ''}"
+        axes.annotate(text, (total, place), (4, 0), textcoords="offset points", va="center", fontsize=9, **look)
+    axes.set(xlim=(0, 1.35e3 * max(bar.computing + bar.communication for bar in bars)), xlabel="ms per step")
     axes.invert_yaxis()
-    axes.set(xlabel="ms per step: measured as a whole, or the sum of its parts without overlap")
-    axes.set_title(title, fontsize=9, loc="left")
-    axes.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside lower right", ncols=2, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower right", ncols=2, fontsize=9, frameon=False)
+    figure.suptitle(title, fontsize=10)
     save(figure, path)
     pyplot.close(figure)

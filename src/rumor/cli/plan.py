@@ -6,16 +6,16 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+from rumor.cli import plan_picture
 from rumor.cli.paper import paper_page
 from rumor.cli.plan_page import Inputs, json_page, page
-from rumor.cli.units import bandwidth, count, latency, nodes, seconds, show_bytes, show_count, show_nodes, show_seconds
+from rumor.cli.units import bandwidth, count, latency, nodes, seconds, show_bytes, show_seconds
 from rumor.cli.user_model import load_model
 from rumor.cost import TOPOLOGIES, Link, Measured, Network, Prediction, Recommendation, Workload, predict, recommend
 from rumor.cost.network import in_python, same_as
 from rumor.cost.paper import TRAININGS
 from rumor.cost.reasons import ddp_with
 from rumor.cost.recommendation import FEWEST_BITS, gossip_to_compare
-from rumor.plots import draw_plan
 from rumor.probe import Probe
 
 MOST_NODES = 100_000  # with more nodes the transient stages take minutes
@@ -106,8 +106,7 @@ def run(options: argparse.Namespace) -> int:
     is_chosen = (advice.method, advice.topology, advice.H, advice.bits, advice.seconds)
     chosen = next((row for row in rows if (row.method, row.topology, row.H, row.bits, row.seconds) == is_chosen), None)
     if options.out:
-        title = f"{show_nodes(inputs.n)}, {show_count(inputs.workload.parameters)} parameters; {inputs.source}"
-        draw_plan(rows, chosen, inputs.workload.compute, title, options.out)
+        plan_picture.draw(inputs, rows, chosen, options.iid, options.out)
     print(json_page(inputs, rows, advice) if options.json else page(inputs, rows, chosen, advice, options.iid, options.all))
     if options.out and not options.json:
         print(f"\nwrote {options.out}")
