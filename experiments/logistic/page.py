@@ -8,6 +8,7 @@ No number of these tables is typed by hand.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -129,14 +130,19 @@ def filled_in(text: str, docs: Path) -> str:
     return tables.filled_in(text, make)
 
 
-if __name__ == "__main__":
-    if sys.argv[1:] not in ([], ["--check"]):
-        sys.exit(__doc__)
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only report whether the page is up to date")
+    is_check = parser.parse_args().check
     page = DOCS / "convex.md"
     text = page.read_text()
     new = filled_in(text, DOCS)
-    if sys.argv[1:] == ["--check"]:
+    if is_check:
         sys.exit(0 if new == text else f"{page.name} does not match its data files: update it with python experiments/logistic/page.py")
     tables.write(page, new)
     for name, panels in FIGURES.items():
         pictures.draw(name, panels, page.with_suffix(""))
+
+
+if __name__ == "__main__":
+    main()
