@@ -54,6 +54,7 @@ LARGE = (  # 3 M parameters
     *("--methods", "DDP", "DDP, 4 bits", "Gossip-PGA", "Gossip-PGA, H = 2", "Gossip-PGA, corrected", "--lr", "0.001", "0.002", "0.004"),
     *("--nodes", "8", "--width", "256", "--layers", "4", "--batch", "32", "--length", "128", "--steps", "1500"),
 )
+DILOCO_RATES = (SMALL_RECIPE.lr, 0.05)  # for 256 images per step
 GPT_SIZE = {"steps": "400", "width": "96"}  # of the runs on the page
 BOTH = "Gossip-PGA, H 3 to 24, state global, 4 bits"
 PAIRS = (  # what is compared method by method
@@ -184,6 +185,25 @@ def _away(ours: dict[int, float], theirs: dict[int, float], digits: int) -> str:
     return compare.with_interval([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())], digits)
 
 
+def diloco_table(stores: Sequence[Store]) -> str:
+    """Local SGD and DiLoCo by their period, each with the better of the learning rates: accuracy minus Parallel SGD's best."""
+    found = [seeds for store in stores for seeds in compare.of_table(IMAGES["diloco small"], store) if len(seeds.values) >= 3]
+    best: dict[Run, Seeds] = {}
+    for seeds in found:
+        if seeds.run not in best or statistics.mean(seeds.values) > statistics.mean(best[seeds.run].values):
+            best[seeds.run] = seeds
+    parallel = next((point_of(seeds) for run, seeds in best.items() if run.method == "Parallel SGD"), None)
+    rows: dict[str, tables.Row] = {}
+    for run, seeds in best.items():
+        if parallel is not None and run.method != "Parallel SGD":
+            gossips = ", gossip" if run.topology != "isolated" else ""
+            name = run.name.removesuffix(f", {run.bits} bits") + gossips
+            row = rows.setdefault(name, {"method": name})
+            point = point_of(seeds)
+            row[f"H = {run.H} (bytes)"] = f"{_away(point.values, parallel.values, 1)} (1/{1 / point.sent:.0f})"
+    return tables.as_text(list(rows.values())) if rows else NOT_YET
+
+
 def pairs_table(by_word: Mapping[str, Panel]) -> str:
     """How far methods of nearly the same bytes are apart: a table for the accuracy (%), and one for the training loss."""
     tables_of = {"accuracy": (lambda point: point.values, 1), "training loss": (lambda point: point.training or {}, 3)}
@@ -243,6 +263,7 @@ def filled_in(text: str, found: Sequence[Panel]) -> str:
         "headline": lambda: headline(cifar),
         "short": lambda: short_table(cifar),
         "pairs": lambda: pairs_table(by_word),
+        "diloco": lambda: diloco_table([small_store(RESULTS / "beyond.csv", SMALL_RECIPE._replace(lr=lr)) for lr in DILOCO_RATES]),
         "cifar-32-adaptive": lambda: against_adaptive(by_word["cifar-32"]),
     }
     return tables.filled_in(text, lambda word: special[word]() if word in special else table_of(by_word[word]))
