@@ -30,31 +30,21 @@ from logistic import tables
 from networks import compare
 from networks.compare import Seeds
 from networks.page import NOT_YET, RESULTS, ROOT, at_best, runs_by_rate, stores
-from networks.runs import IID, QUASI_GLOBAL, TRACKING
+from networks.runs import IID, QUASI_GLOBAL, TRACKING, Run
 from networks.sent import share_of_parallel
 from networks.store import Store
 from text.gpt import read
 
 PAGE, CHOOSING = ROOT / "docs" / "beyond.md", ROOT / "docs" / "choosing.md"
 SMALL_RECIPE = USUAL._replace(**PERCEPTRON, epochs=6)
-SMALL = (
-    "--net",
-    "mlp",
-    "--epochs",
-    str(SMALL_RECIPE.epochs),
-    "--table",
-    "beyond small",
-    "--device",
-    "cpu",
-    "--out",
-    str(RESULTS / "beyond.csv"),
-)
+DILOCO_RATES = (SMALL_RECIPE.lr, 0.05)  # for 256 images per step
+SMALL = ("--net", "mlp", "--epochs", str(SMALL_RECIPE.epochs), "--device", "cpu", "--out", str(RESULTS / "beyond.csv"))
+SMALL_TABLES = (("beyond small", SMALL_RECIPE.lr), *(("diloco small", lr) for lr in DILOCO_RATES))
 RATES = (0.004, 0.008, 0.016)
 LARGE = (  # 3 M parameters
-    *("--methods", "DDP", "DDP, 4 bits", "Gossip-PGA", "Gossip-PGA, H = 2", "Gossip-PGA, corrected", "--lr", "0.001", "0.002", "0.004"),
+    *("--methods", "DDP", "DDP, 4 bits, optimizer=", "Gossip-PGA", "Gossip-PGA, H = 2", "--lr", "0.001", "0.002", "0.004", "0.008"),
     *("--nodes", "8", "--width", "256", "--layers", "4", "--batch", "32", "--length", "128", "--steps", "1500"),
 )
-DILOCO_RATES = (SMALL_RECIPE.lr, 0.05)  # for 256 images per step
 GPT_SIZE = {"steps": "400", "width": "96"}  # of the runs on the page
 BOTH = "Gossip-PGA, H 3 to 24, state global, 4 bits"
 PAIRS = (  # what is compared method by method
@@ -329,7 +319,8 @@ def commands(folder: Path, device: str) -> list[list[str]]:
     if (folder / "enwik8").is_file() and has_gpu:
         found.append([*gpt, *LARGE])
     if (folder / "fashion-mnist").is_dir():
-        found.append([images, "--data", str(folder / "fashion-mnist"), *SMALL])
+        small = [images, "--data", str(folder / "fashion-mnist"), *SMALL]
+        found += [[*small, "--table", table, "--lr", str(lr)] for table, lr in SMALL_TABLES]
     if (folder / "enwik8").is_file():
         found.append([*gpt, "--lr", *map(str, RATES), "--device", "cpu"])
     return found

@@ -34,7 +34,12 @@ class Point(NamedTuple):
 
 COLUMNS = ("table", *KEY, "accuracy", "worst_node", "loss", "global_share", "hours", "gpu_seconds", "device")
 CURVE_COLUMNS = (*KEY, "point", *Point._fields)
-ADDED = {"optimizer": "SGD", "state": "", "outer": "", **dict.fromkeys(Point._fields[2:], "")}  # columns that older files lack, and what their runs had
+ADDED = {
+    "optimizer": "SGD",
+    "state": "",
+    "outer": "",
+    **dict.fromkeys(Point._fields[2:], ""),
+}  # columns that older files lack, and what their runs had
 
 
 @dataclass(frozen=True)
