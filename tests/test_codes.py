@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import rumor
 from rumor.engines import Buffer, Engine, StackedBuckets, codes
 from rumor.engines.code_kernels import Plain
-from rumor.engines.codes import BLOCK, CODES, blocks_of, owned_by_each
+from rumor.engines.codes import BLOCK, CODES, blocks_of
+from rumor.engines.owners import owned_by_each
 from rumor.engines.processes.process_group import ProcessGroup
 from rumor.methods import Nodes
 from rumor.model.buckets import FlatBuckets

@@ -20,8 +20,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +31,7 @@ WIDTHS = (32, 16, 8, 4)  # 32: as they are
 # On a CPU, so many blocks are encoded or decoded at a time. Fewer of them mean more calls. With more, the temporary tensors of torch's
 # operators are so large that the system may map their memory anew every time, which takes longer than the work itself.
 ENCODED, DECODED = 2048, 1024
+SUMMED = 2**14  # codes of a block that are summed at a time: they are joined first, which takes memory
 
 Parts = tuple[Tensor, ...]  # what encodes N blocks: tensors [N, bytes]
 
@@ -92,12 +91,16 @@ class Code(ABC):
 
     def weighted_sum(self, codes: Sequence[Parts], weights: Sequence[float], out: Tensor) -> Tensor:
         """Return sum_j weights_j decode(codes_j), [d] in the dtype of `out`. It is in `out`, or where an operator of torch has put it."""
-        count = len(self.widths)
         out.zero_()
         for numbers, *parts in _runs(DECODED, out, [part for code in codes for part in code]):
-            for j, weight in enumerate(weights):
-                numbers.add_(self.unpack(tuple(parts[j * count : (j + 1) * count])).view(-1)[: numbers.numel()], alpha=weight)
+            for code, weight in zip(self._grouped(parts), weights, strict=True):
+                numbers.add_(self.unpack(code).view(-1)[: numbers.numel()], alpha=weight)
         return out
+
+    def _grouped(self, parts: Sequence[Tensor]) -> list[Parts]:
+        """Return the parts of several codes, end to end, by code."""
+        count = len(self.widths)
+        return [tuple(parts[i : i + count]) for i in range(0, len(parts), count)]
 
     def round_trip(self, x: Tensor) -> Tensor:
         """x <- decode(encode(x)), for every row of x [..., d]."""
@@ -173,7 +176,12 @@ class Levels(Code):
     def weighted_sum(self, codes: Sequence[Parts], weights: Sequence[float], out: Tensor) -> Tensor:
         if out.device.type != "cpu" or out.dtype != torch.float32:
             return super().weighted_sum(codes, weights, out)
-        return self.sum_rows(codes, _as_tensor(tuple(weights))).view(-1)[: out.numel()]
+        at_once, factors = max(1, SUMMED // len(codes)), _as_tensor(tuple(weights))
+        if len(codes[0][0]) <= at_once:
+            return self.sum_rows(codes, factors).view(-1)[: out.numel()]
+        for numbers, *parts in _runs(at_once, out, [part for code in codes for part in code]):
+            numbers.copy_(self.sum_rows(self._grouped(parts), factors).view(-1)[: numbers.numel()])
+        return out
 
 
 class Levels8(Levels):
@@ -229,38 +237,6 @@ def check_width(bits: object) -> None:
 def blocks_of(d: int) -> int:
     """Number of blocks of d numbers."""
     return -(-d // BLOCK)
-
-
-class Owned(NamedTuple):
-    """Numbers `start` to `end` of bucket `bucket`: whole blocks, except for the last one of a bucket."""
-
-    bucket: int
-    start: int
-    end: int
-
-    @property
-    def blocks(self) -> slice:
-        """Which blocks of the bucket these are."""
-        return slice(self.start // BLOCK, blocks_of(self.end))
-
-
-def owned_by_each(sizes: Sequence[int], n: int) -> list[list[Owned]]:
-    """Share out the blocks of buckets of these sizes among n nodes, evenly and in order. Returns what each node owns.
-
-    >>> owned_by_each([600, 100], 2)
-    [[Owned(bucket=0, start=0, end=512)], [Owned(bucket=0, start=512, end=600), Owned(bucket=1, start=0, end=100)]]
-    """
-    counts = [blocks_of(d) for d in sizes]
-    first = [0, *accumulate(counts)]  # block of each bucket
-    shares: list[list[Owned]] = []
-    for i in range(n):
-        lowest, highest = (first[-1] * j // n for j in (i, i + 1))
-        shares.append([])
-        for b, d in enumerate(sizes):
-            start, end = max(lowest, first[b]) - first[b], min(highest, first[b + 1]) - first[b]
-            if start < end:
-                shares[i].append(Owned(b, start * BLOCK, min(end * BLOCK, d)))
-    return shares
 
 
 class _OfThread(threading.local):
