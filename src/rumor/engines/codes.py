@@ -53,7 +53,7 @@ class Code(ABC):
 
     @abstractmethod
     def unpack(self, parts: Parts) -> Tensor:
-        """Decode N blocks, [N, 256] in float32."""
+        """Decode N blocks, [N, 256] in float32, or in bfloat16 if all numbers are."""
 
     def nbytes(self, d: int) -> int:
         """Number of bytes of d numbers."""
@@ -129,7 +129,7 @@ class BFloat16(Code):
         return (rounded.view(torch.uint8),), _magnitudes(rounded).amax().float()
 
     def unpack(self, parts: Parts) -> Tensor:
-        return parts[0].view(torch.bfloat16).float()
+        return parts[0].view(torch.bfloat16)
 
     def round_trip(self, x: Tensor) -> Tensor:
         return x.copy_(x.float().bfloat16())
