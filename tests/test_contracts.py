@@ -52,11 +52,13 @@ def test_read_copy_and_peek_give_the_values(case: Case) -> None:
         assert torch.equal(tensor, values.expand_as(tensor))
 
 
-def test_copy_can_subtract_on_the_way(case: Case) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_difference_fills_memory_of_the_callers_in_its_dtype(case: Case, dtype: torch.dtype) -> None:
     values, x, model = case
     minus = torch.full_like(x.peek(0), 3.0)
-    found = x.copy(0, minus=minus).tensor
-    assert torch.equal(found, (values - 3).expand_as(found))
+    found = torch.empty_like(minus, dtype=dtype)
+    x.difference(0, minus, found)
+    assert torch.equal(found, (values - 3).to(dtype).expand_as(found))
     assert torch.equal(model(), values)
     assert (minus == 3.0).all()
 

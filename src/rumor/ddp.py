@@ -32,7 +32,7 @@ from rumor.engines.codes import CODES, as_blocks
 from rumor.engines.engine import Buffer, accumulator
 from rumor.engines.processes import handshake
 from rumor.engines.processes.alarm import Alarm, DeviceAlarm
-from rumor.engines.processes.channel import Scratch
+from rumor.engines.processes.channel import CodeMemory, Scratch
 from rumor.engines.processes.coded_mean import CodedMean, Shares
 from rumor.engines.processes.transport import GradBucket, Group, Transport, shared_group_like
 from rumor.metrics import Metrics
@@ -64,7 +64,8 @@ class _Memory:
         self.left_out = torch.zeros_like(gradient, dtype=accumulator(gradient.dtype))
         self.scales: Tensor | None = None
         self.checksum = 0.0
-        self.shares = Shares(transport, [len(gradient)], bits, from_host, device)
+        memory = CodeMemory(CODES[bits], [len(gradient)], transport.n, transport.rank, device, pinned=from_host)
+        self.shares = Shares(transport, [len(gradient)], bits, memory)
         self._parameters, self._rounds = bucket.parameters(), 0
 
     def parts(self) -> dict[int, Tensor]:

@@ -20,8 +20,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +31,7 @@ WIDTHS = (32, 16, 8, 4)  # 32: as they are
 # On a CPU, so many blocks are encoded or decoded at a time. Fewer of them mean more calls. With more, the temporary tensors of torch's
 # operators are so large that the system may map their memory anew every time, which takes longer than the work itself.
 ENCODED, DECODED = 2048, 1024
+SUMMED = 2**14  # codes of a block that are summed at a time: they are joined first, which takes memory
 
 Parts = tuple[Tensor, ...]  # what encodes N blocks: tensors [N, bytes]
 
@@ -54,7 +53,7 @@ class Code(ABC):
 
     @abstractmethod
     def unpack(self, parts: Parts) -> Tensor:
-        """Decode N blocks, [N, 256] in float32."""
+        """Decode N blocks, [N, 256] in float32, or in bfloat16 if all numbers are."""
 
     def nbytes(self, d: int) -> int:
         """Number of bytes of d numbers."""
@@ -65,9 +64,16 @@ class Code(ABC):
 
         With leave_rest=True, `x` becomes what the code leaves out: x - decode(encode(x)).
         """
-        parts, size = self.pack(as_blocks(x))
-        self._store(parts, out, x if leave_rest else None)
-        return size
+        sizes = []
+        for numbers, *places in _runs(ENCODED, x, out):
+            parts, size = self._pack_run(numbers)
+            self._store(parts, places, numbers if leave_rest else None)
+            sizes.append(size)
+        return sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax()
+
+    def _pack_run(self, numbers: Tensor) -> tuple[Parts, Tensor]:
+        """Do what `pack` does for one run of numbers."""
+        return self.pack(as_blocks(numbers))
 
     def _store(self, parts: Parts, out: Sequence[Tensor], x: Tensor | None) -> None:
         """Copy `parts` to `out`, and subtract from `x` what they decode to."""
@@ -83,12 +89,18 @@ class Code(ABC):
             numbers.copy_(self.unpack(tuple(some)).view(-1)[: numbers.numel()])
         return out
 
-    def weighted_sum(self, codes: Sequence[Parts], weights: Sequence[float], like: Tensor) -> Tensor:
-        """Return sum_j weights_j decode(codes_j), with the shape and the dtype of `like` [d]."""
-        total, one = torch.zeros_like(like), torch.empty_like(like)
-        for code, weight in zip(codes, weights, strict=True):
-            total.add_(self.decode(code, one), alpha=weight)
-        return total
+    def weighted_sum(self, codes: Sequence[Parts], weights: Sequence[float], out: Tensor) -> Tensor:
+        """Return sum_j weights_j decode(codes_j), [d] in the dtype of `out`. It is in `out`, or where an operator of torch has put it."""
+        out.zero_()
+        for numbers, *parts in _runs(DECODED, out, [part for code in codes for part in code]):
+            for code, weight in zip(self._grouped(parts), weights, strict=True):
+                numbers.add_(self.unpack(code).view(-1)[: numbers.numel()], alpha=weight)
+        return out
+
+    def _grouped(self, parts: Sequence[Tensor]) -> list[Parts]:
+        """Return the parts of several codes, end to end, by code."""
+        count = len(self.widths)
+        return [tuple(parts[i : i + count]) for i in range(0, len(parts), count)]
 
     def round_trip(self, x: Tensor) -> Tensor:
         """x <- decode(encode(x)), for every row of x [..., d]."""
@@ -117,7 +129,7 @@ class BFloat16(Code):
         return (rounded.view(torch.uint8),), _magnitudes(rounded).amax().float()
 
     def unpack(self, parts: Parts) -> Tensor:
-        return parts[0].view(torch.bfloat16).float()
+        return parts[0].view(torch.bfloat16)
 
     def round_trip(self, x: Tensor) -> Tensor:
         return x.copy_(x.float().bfloat16())
@@ -143,18 +155,10 @@ class Levels(Code):
         factors = powers.reciprocal()
         return self.code_of(blocks * factors, extremes.mul_(factors), powers), size
 
-    def encode(self, x: Tensor, out: Parts, leave_rest: bool = False) -> Tensor:
-        if x.device.type != "cpu":
-            return super().encode(x, out, leave_rest)
-        sizes = []
-        for numbers, *places in _runs(ENCODED, x, out):
-            parts, size = self._pack_run(numbers)
-            self._store(parts, places, numbers if leave_rest else None)
-            sizes.append(size)
-        return sizes[0] if len(sizes) == 1 else torch.stack(sizes).amax()
-
     def _pack_run(self, numbers: Tensor) -> tuple[Parts, Tensor]:
-        """Do what `pack` does in memory that is there already, and copy nothing but the last block, to fill it up."""
+        """On a CPU, use memory that is there already, and copy nothing but the last block, to fill it up."""
+        if numbers.device.type != "cpu":
+            return super()._pack_run(numbers)
         missing, whole = -numbers.numel() % BLOCK, numbers.numel() // BLOCK
         if missing:
             blocks, last = as_blocks(numbers[: whole * BLOCK]), as_blocks(numbers[whole * BLOCK :])
@@ -169,10 +173,15 @@ class Levels(Code):
             torch.mul(last, factors[whole:], out=scaled[whole:])
         return self.code_of(scaled, extremes.mul_(factors), powers), size
 
-    def weighted_sum(self, codes: Sequence[Parts], weights: Sequence[float], like: Tensor) -> Tensor:
-        if like.device.type != "cpu" or like.dtype != torch.float32:
-            return super().weighted_sum(codes, weights, like)
-        return self.sum_rows(codes, _as_tensor(tuple(weights))).view(-1)[: like.numel()]
+    def weighted_sum(self, codes: Sequence[Parts], weights: Sequence[float], out: Tensor) -> Tensor:
+        if out.device.type != "cpu" or out.dtype != torch.float32:
+            return super().weighted_sum(codes, weights, out)
+        at_once, factors = max(1, SUMMED // len(codes)), _as_tensor(tuple(weights))
+        if len(codes[0][0]) <= at_once:
+            return self.sum_rows(codes, factors).view(-1)[: out.numel()]
+        for numbers, *parts in _runs(at_once, out, [part for code in codes for part in code]):
+            numbers.copy_(self.sum_rows(self._grouped(parts), factors).view(-1)[: numbers.numel()])
+        return out
 
 
 class Levels8(Levels):
@@ -230,49 +239,24 @@ def blocks_of(d: int) -> int:
     return -(-d // BLOCK)
 
 
-class Owned(NamedTuple):
-    """Numbers `start` to `end` of bucket `bucket`: whole blocks, except for the last one of a bucket."""
-
-    bucket: int
-    start: int
-    end: int
-
-    @property
-    def blocks(self) -> slice:
-        """Which blocks of the bucket these are."""
-        return slice(self.start // BLOCK, blocks_of(self.end))
-
-
-def owned_by_each(sizes: Sequence[int], n: int) -> list[list[Owned]]:
-    """Share out the blocks of buckets of these sizes among n nodes, evenly and in order. Returns what each node owns.
-
-    >>> owned_by_each([600, 100], 2)
-    [[Owned(bucket=0, start=0, end=512)], [Owned(bucket=0, start=512, end=600), Owned(bucket=1, start=0, end=100)]]
-    """
-    counts = [blocks_of(d) for d in sizes]
-    first = [0, *accumulate(counts)]  # block of each bucket
-    shares: list[list[Owned]] = []
-    for i in range(n):
-        lowest, highest = (first[-1] * j // n for j in (i, i + 1))
-        shares.append([])
-        for b, d in enumerate(sizes):
-            start, end = max(lowest, first[b]) - first[b], min(highest, first[b + 1]) - first[b]
-            if start < end:
-                shares[i].append(Owned(b, start * BLOCK, min(end * BLOCK, d)))
-    return shares
-
-
 class _OfThread(threading.local):
-    """Memory for the scaled blocks of one run. DDP's hook encodes in several threads."""
+    """Memory for the scaled blocks of one run, and for the codes of a sum, end to end. DDP's hook encodes in several threads."""
 
     def __init__(self) -> None:
         self.blocks = torch.empty(ENCODED, BLOCK, dtype=torch.float32, device="cpu")
+        self._rows = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    def rows(self, count: int, width: int) -> Tensor:
+        """Return memory for so many rows of codes. It is valid until the next call."""
+        if len(self._rows) < count * width:
+            self._rows = torch.empty(count * width, dtype=torch.uint8, device="cpu")
+        return self._rows[: count * width].view(count, width)
 
 
 _of_thread = _OfThread()
 
 
-def _runs(blocks: int, x: Tensor, parts: Parts) -> Iterator[tuple[Tensor, ...]]:
+def _runs(blocks: int, x: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
     """Cut numbers x [d] and the parts of their code into runs of so many blocks. A GPU takes all at once."""
     count = len(parts[0])
     if count <= blocks or x.device.type != "cpu":
@@ -290,8 +274,10 @@ def _as_tensor(weights: tuple[float, ...]) -> Tensor:
 
 def _sum_rows(embedding_bag: Callable[..., Tensor], codes: list[Tensor], scales: Tensor) -> Tensor:
     """Return sum_j scales_j decode(codes_j), [N, 256], from J codes [N, bytes] and scales [N, J]: each block is a bag of J embeddings."""
-    rows, starts = _bags(len(codes), len(codes[0]))
-    return embedding_bag(torch.cat(codes), rows, starts, False, 0, False, scales.view(-1))
+    count, blocks = len(codes), len(codes[0])
+    rows, starts = _bags(count, blocks)
+    joined = torch.cat(codes, out=_of_thread.rows(count * blocks, codes[0].shape[1]))
+    return embedding_bag(joined, rows, starts, False, 0, False, scales.view(-1))
 
 
 @lru_cache(maxsize=64)
@@ -322,13 +308,14 @@ def _extremes(blocks: Tensor) -> Tensor:
 def _powers(extremes: Tensor) -> tuple[Tensor, Tensor]:
     """Return 2^e of each block, [N, 1], and a number that is finite only if all `extremes` are.
 
-    e is the exponent of the largest magnitude as float32 stores it, within -126 and 126, so that 2^e and 2^-e are not denormal.
+    e is the exponent of the largest magnitude as float32 stores it, within -126 and 126, so that 2^e and 2^-e are not denormal. If a
+    number of a block is not finite, its 2^e is NaN, and so is all that its code decodes to.
     """
     powers = extremes.abs().amax(dim=1, keepdim=True)
     bits = powers.view(torch.int32).bitwise_and_(0xFF << 23)  # the exponent's: `powers` are powers of 2 now, infinite if not finite before
-    size = powers.amax()
+    size, nan_or_zero = powers.amax(), powers - powers
     bits.clamp_(1 << 23, 253 << 23)
-    return powers, size
+    return powers.add_(nan_or_zero), size
 
 
 def _power(exponents: Tensor) -> Tensor:

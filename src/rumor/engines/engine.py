@@ -92,12 +92,6 @@ class Buffer:
 
     tensor: Tensor  # [*nodes, d]
 
-    def less(self, minus: Tensor | None) -> Buffer:
-        """Subtract `minus`, if it is given, in place."""
-        if minus is not None:
-            self.tensor.sub_(minus)
-        return self
-
 
 def tensor_of(x: Buffer | Tensor) -> Tensor:
     return x.tensor if isinstance(x, Buffer) else x
@@ -144,7 +138,7 @@ class Engine(Protocol):
 
     def mean(
         self,
-        xs: Sequence[Buffer | Tensor],
+        xs: Iterable[Buffer | Tensor],
         k: int,
         scalars: Tensor | None = None,
         *,
@@ -156,7 +150,7 @@ class Engine(Protocol):
         """Average over all nodes.
 
         Args:
-            xs: one tensor for each bucket.
+            xs: one tensor for each bucket. Below 32 bits, each is encoded before the next is asked for.
             k: the step.
             scalars: numbers [*nodes, s] that travel with the first bucket.
             doing: what this node is doing. All nodes must be doing the same at step k; errors quote it.
@@ -179,6 +173,14 @@ class Engine(Protocol):
         """Return memory for a bucket that this engine can send without another copy."""
         ...
 
+    def allocate_codes(self, like: Sequence[Tensor], bits: int, keeps: bool) -> list[Buffer]:
+        """Return memory for buckets that are sent with so many bits only: tensors with the shapes of `like`, in the dtype for sums.
+
+        Messages of gossip steps and averages share memory here, so wait for one collective before the next is called. With keeps=False,
+        so may the tensors: fill each just before it is handed in, and of a gossip step take nothing but the `change()`.
+        """
+        ...
+
     def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int, bits: int = 32) -> None:
         """Prepare for step k, which will gossip these buffers, so that neighbours who get there first need not wait to send."""
         ...
@@ -193,7 +195,8 @@ class Buckets(Protocol):
 
     Who owns what: `read` lends memory that the caller must not change; it may be the parameters themselves, so it is valid until the
     model changes. `copy` gives memory that the caller may change, and that is valid until the next `copy` or `read` of the same bucket.
-    Both can be handed to the engine. `write`, `lerp` and `add` change the model in place and never keep what they are given.
+    Both can be handed to the engine. `difference` fills memory of the caller's. `write`, `lerp` and `add` change the model in place and
+    never keep what they are given.
     """
 
     finite_check: FiniteCheck | None  # how to tell whether a bucket is finite; None if it need not be
@@ -204,8 +207,12 @@ class Buckets(Protocol):
         """Lend bucket b as it is now, to be sent and waited for before the model changes."""
         ...
 
-    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
-        """Copy bucket b as it is now, less `minus` [*nodes, d_b] if it is given. The result has the dtype of the bucket."""
+    def copy(self, b: int) -> Buffer:
+        """Copy bucket b as it is now."""
+        ...
+
+    def difference(self, b: int, minus: Tensor, out: Tensor) -> None:
+        """out <- x_b - minus, in the dtype of `out`."""
         ...
 
     def peek(self, b: int) -> Tensor:
@@ -239,9 +246,13 @@ class JoinedBuckets:
         part, own = self._places[b]
         return part.read(own)
 
-    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
+    def copy(self, b: int) -> Buffer:
         part, own = self._places[b]
-        return part.copy(own, minus)
+        return part.copy(own)
+
+    def difference(self, b: int, minus: Tensor, out: Tensor) -> None:
+        part, own = self._places[b]
+        part.difference(own, minus, out)
 
     def peek(self, b: int) -> Tensor:
         part, own = self._places[b]
@@ -296,10 +307,10 @@ def check_gossip(bits: int, scalars: Tensor | None, own: bool) -> None:
         raise ValueError(f"gossip with bits={bits} takes no {given}: it mixes changes of the model alone. Use bits=32 for {given}")
 
 
-def check_mean(bits: int, xs: Sequence[object], left_out: Sequence[Tensor]) -> None:
+def check_mean(bits: int, xs: Iterable[object], left_out: Sequence[Tensor]) -> None:
     """Refuse an average with codes that has no memory for what they leave out."""
     check_width(bits)
-    if bits < 32 and len(left_out) != len(xs):
+    if bits < 32 and isinstance(xs, Sequence) and len(left_out) != len(xs):
         raise ValueError(f"an average with bits={bits} needs left_out=, a tensor for each of {len(xs)} buckets (zeros at first)")
 
 
@@ -314,6 +325,6 @@ def rounded(weight: float) -> float:
 
 
 def copy_all(x: Buckets) -> list[Tensor]:
-    """Copy all buckets, in the dtype for sums. It uses the buffers for sending, so nothing may be in flight."""
-    tensors = (x.read(b).tensor for b in range(len(x)))
+    """Copy all buckets, in the dtype for sums."""
+    tensors = (x.peek(b) for b in range(len(x)))
     return [tensor.to(accumulator(tensor.dtype), copy=True) for tensor in tensors]

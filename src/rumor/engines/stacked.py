@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rumor.engines.codes import CODES, owned_by_each
+from rumor.engines.codes import CODES
 from rumor.engines.engine import (
     NO_SCALARS,
     Arrived,
@@ -25,6 +25,7 @@ from rumor.engines.engine import (
     sum_of_squares,
     tensor_of,
 )
+from rumor.engines.owners import owned_by_each
 from rumor.metrics import Metrics
 from rumor.topology import Topology
 from rumor.topology.matrix import Matrix
@@ -50,12 +51,15 @@ class StackedBuckets:
     def read(self, b: int) -> Buffer:
         return self._live[b]
 
-    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
+    def copy(self, b: int) -> Buffer:
         live, copy = self._live[b].tensor, self._copies[b]
         if copy is None:
             copy = self._copies[b] = Buffer(torch.empty_like(live))
         copy.tensor.copy_(live)
-        return copy.less(minus)
+        return copy
+
+    def difference(self, b: int, minus: Tensor, out: Tensor) -> None:
+        out.copy_(self._live[b].tensor).sub_(minus)
 
     def peek(self, b: int) -> Tensor:
         return self._live[b].tensor
@@ -104,8 +108,13 @@ class PackedBuckets:
             torch.cat(self._alike[b], dim=-1, out=copy.tensor)
         return copy
 
-    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
-        return self.read(b).less(minus)
+    def copy(self, b: int) -> Buffer:
+        return self.read(b)
+
+    def difference(self, b: int, minus: Tensor, out: Tensor) -> None:
+        for x, part in self._with_parts(b, out):
+            part.copy_(x)
+        out.sub_(minus)
 
     def peek(self, b: int) -> Tensor:
         return torch.cat(self._alike[b], dim=-1)
@@ -164,7 +173,7 @@ class Stacked:
 
     def mean(
         self,
-        xs: Sequence[Buffer | Tensor],
+        xs: Iterable[Buffer | Tensor],
         k: int,
         scalars: Tensor | None = None,
         *,
@@ -192,6 +201,9 @@ class Stacked:
 
     def allocate(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Buffer:
         return Buffer(torch.empty(shape, dtype=dtype, device=device))
+
+    def allocate_codes(self, like: Sequence[Tensor], bits: int, keeps: bool) -> list[Buffer]:
+        return [Buffer(torch.empty_like(x, dtype=accumulator(x.dtype), memory_format=torch.contiguous_format)) for x in like]
 
     def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int, bits: int = 32) -> None:
         """Do nothing: all nodes are here."""

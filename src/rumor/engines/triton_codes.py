@@ -45,7 +45,7 @@ def unpack(code: Tensor, exponents: Tensor | None, bits: int) -> Tensor:
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _levels(x, bits: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the codes of a block, its step, low and exponent."""
+    """Return the codes of a block, its step, low and exponent. `low` is NaN if a number of the block is not finite."""
     highest, lowest = tl.max(x, 0), tl.min(x, 0)
     magnitude = tl.maximum(highest, -lowest)
     exponent = magnitude.to(tl.int32, bitcast=True) >> 23
@@ -62,6 +62,7 @@ def _levels(x, bits: tl.constexpr):  # type: ignore[no-untyped-def]
         step = tl.div_rn(highest - low, 255.0)
         inverse, most = tl.div_rn(255.0, (highest - low) + 1e-8), 255.0
     code = ((v - low) * inverse + TO_NEAREST) - TO_NEAREST
+    low = tl.where(tl.sum(x - x, 0) == 0.0, low, float("nan"))  # a maximum need not be NaN where one number is
     return tl.minimum(tl.maximum(code, 0.0), most), step, low, exponent
 
 

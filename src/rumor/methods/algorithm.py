@@ -105,7 +105,6 @@ class State:
         in_flight: messages that the coming step will use (delay=1).
         send_buffers: memory for sending that the method has allocated.
         relay_buffers: memory for sending on what was received.
-        wide_buffers: memory for sending buckets of half precision in the dtype for sums, by the number of the bucket.
     """
 
     schedule: ScheduleState
@@ -114,7 +113,6 @@ class State:
     in_flight: InFlight | None = None
     send_buffers: list[Buffer] = field(default_factory=list)
     relay_buffers: list[Buffer] = field(default_factory=list)
-    wide_buffers: dict[int, Buffer] = field(default_factory=dict)
 
     def forget_left_out(self) -> None:
         """Forget what codes have left out of the last global average, because that average was dropped."""

@@ -183,7 +183,8 @@ class Runner:
         """Start again from models that are equal on all nodes. The schedule goes on (from `schedule`, if given)."""
         self.abandon()
         now = self.algorithm.schedule.resumed(self.state.schedule if schedule is None else ScheduleState(**schedule))
-        self.state = self.algorithm.start(self.nodes)
+        buffers, self.state = self.state.send_buffers, self.algorithm.start(self.nodes)
+        self.state.send_buffers = buffers or self.state.send_buffers  # neighbours may have posted receives for what they send
         self.state.schedule = now
         self.metrics.H = now.H
 

@@ -35,12 +35,15 @@ class FlatBuckets:
         tensors: the tensors.
         allocate: makes the buffer that a bucket is packed into.
         bits: how many of them a number is sent with. Below 32, all blocks of codes but the last are whole, so that they are the same
-            however a model is cut into buckets.
+            however a model is cut into buckets; and buffers are allocated only once they are used: differences are packed elsewhere.
     """
 
     def __init__(self, tensors: Sequence[Tensor], allocate: Allocate, bits: int = 32):
         self._bits = bits
         self._buckets = [_Bucket(pieces, allocate) for pieces in _cut([as_real(t) for t in tensors], bits)]
+        if bits == 32:
+            for bucket in self._buckets:
+                bucket.allocate()
         self.finite_check: FiniteCheck | None = sum_of_squares
 
     def __len__(self) -> int:
@@ -48,21 +51,23 @@ class FlatBuckets:
 
     def read(self, b: int) -> Buffer:
         bucket = self._buckets[b]
+        buffer = bucket.allocate()
         with span("rumor::pack"):
-            if bucket.one_pass is None:
-                torch._foreach_copy_(bucket.slots, bucket.pieces)
-            else:
-                bucket.one_pass.read(bucket.buffer.tensor)
-        return bucket.buffer
+            bucket.pack(buffer.tensor)
+        return buffer
 
-    def copy(self, b: int, minus: Tensor | None = None) -> Buffer:
+    def copy(self, b: int) -> Buffer:
+        return self.read(b)  # the packed buffer is a copy already
+
+    def difference(self, b: int, minus: Tensor, out: Tensor) -> None:
         bucket = self._buckets[b]
-        if minus is None or bucket.one_pass is not None:
-            return self.read(b).less(minus)  # the packed buffer is a copy already
         with span("rumor::pack"):
-            for slot, piece, part in zip(bucket.slots, bucket.pieces, bucket.views(minus), strict=True):
-                torch.sub(piece, part, out=slot)
-        return bucket.buffer
+            if bucket.one_pass is None and out.dtype == minus.dtype:
+                for slot, piece, part in zip(bucket.slots(out), bucket.pieces, bucket.views(minus), strict=True):
+                    torch.sub(piece, part, out=slot)
+            else:
+                bucket.pack(out)
+                out.sub_(minus)
 
     def peek(self, b: int) -> Tensor:
         return torch.cat([piece.reshape(-1) for piece in self._buckets[b].pieces])
@@ -133,8 +138,27 @@ class _Bucket:
         self.sizes = [p.numel() for p in pieces]
         # most pieces are flat, and need no reshaping on the way back
         self.shapes = [None if p.dim() == 1 else p.shape for p in pieces]
-        self.buffer = allocate(torch.Size([sum(self.sizes)]), pieces[0].dtype, pieces[0].device)
-        self.slots = self.views(self.buffer.tensor)
+        self._allocate, self._buffer = allocate, None  # type: tuple[Allocate, Buffer | None]
+        self._packed: Tensor | None = None
+        self._slots: list[Tensor] = []
+
+    def allocate(self) -> Buffer:
+        if self._buffer is None:
+            self._buffer = self._allocate(torch.Size([sum(self.sizes)]), self.pieces[0].dtype, self.pieces[0].device)
+        return self._buffer
+
+    def pack(self, out: Tensor) -> None:
+        """Copy the pieces to `out`, which may have a wider dtype."""
+        if self.one_pass is None:
+            torch._foreach_copy_(self.slots(out), self.pieces)
+        else:
+            self.one_pass.read(out)
+
+    def slots(self, out: Tensor) -> list[Tensor]:
+        """Return the places of the pieces in `out`. It is usually the same memory, so they are kept."""
+        if self._packed is not out:
+            self._packed, self._slots = out, self.views(out)
+        return self._slots
 
     def hold(self, pieces: Sequence[Tensor]) -> None:
         self.pieces = list(pieces)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,9 +12,10 @@ from torch import Tensor
 
 from rumor.engines.codes import Code, Parts
 from rumor.engines.engine import Buffer, FiniteCheck, accumulator, sum_of_squares
+from rumor.engines.owners import nbytes_of_shares
 from rumor.engines.processes.alarm import Alarm
 from rumor.engines.processes.gpu_staging import Staging
-from rumor.engines.processes.message import Message
+from rumor.engines.processes.message import Message, messages_in, room_for
 from rumor.engines.processes.transport import Work
 
 
@@ -28,17 +31,26 @@ class Channel(Buffer):
         task: the last task that the copy thread was given for this bucket.
     """
 
-    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, tag: int, staging: Staging | None = None):
+    def __init__(
+        self,
+        d: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        tag: int,
+        staging: Staging | None = None,
+        messages: tuple[Message, Message] | None = None,
+    ):
         self.tag, self.staging = tag, staging
         self._shape = (d, dtype, device, staging is not None)
-        self.out = Message(*self._shape)
+        self.out = Message(*self._shape) if messages is None else messages[0]
         super().__init__(self.out.payload if staging is None else staging.packed)
-        self._inbox: list[Message] = []
+        self._inbox: list[Message] = [] if messages is None else [messages[1]]
         self.expected: dict[int, tuple[Message, Work]] = {}
         self.owed: set[int] = set()
         self.task: Future[None] | None = None
         self.coded: dict[int, CodedChannel] = {}  # by the number of bits
-        self.shares: dict[tuple[int, ...], Any] = {}  # coded_mean.Shares of averages whose first bucket this is
+        self.shares: dict[tuple[int, ...], Any] = {}  # coded_mean.Shares of averages whose first bucket this is, by bits and sizes
+        self.memory: CodeMemory | None = None  # which its messages are in, if they share it with those of other buckets
         self._total: Message | None = None
 
     def inbox(self, count: int) -> list[Message]:
@@ -74,6 +86,27 @@ class Channel(Buffer):
         return message.payload if self.staging is None else self.staging.to_device(place, message.payload)
 
 
+class CodeMemory:
+    """Memory for all messages of some buckets, as codes: those of a gossip step, and, at another time, those of an average.
+
+    Attributes:
+        sizes: of the buckets.
+        out: for messages that go out.
+        inbox: for messages that come in, one from a neighbour for each bucket. More neighbours need more memory.
+        messages: those of a gossip step, for each bucket one that goes out and one that comes in.
+        channels: of the buckets.
+    """
+
+    def __init__(self, code: Code, sizes: Sequence[int], n: int, rank: int, device: torch.device, pinned: bool):
+        self.sizes = sizes
+        lengths, shares = [code.nbytes(d) for d in sizes], nbytes_of_shares(code, sizes, n)
+        sent = max(room_for(lengths), room_for(shares))
+        received = max(room_for(lengths), room_for([shares[rank]] * (n - 1)))
+        self.out, self.inbox = (torch.zeros(r, dtype=torch.uint8, device=device, pin_memory=pinned) for r in (sent, received))
+        self.messages = list(zip(messages_in(self.out, lengths), messages_in(self.inbox, lengths), strict=True))
+        self.channels: weakref.WeakSet[Channel] = weakref.WeakSet()
+
+
 class Scratch:
     """Memory that buckets share: each use has as much as the largest bucket needs, in the dtype for sums."""
 
@@ -94,10 +127,22 @@ class CodedChannel(Channel):
     Args:
         tensor: the bucket [d].
         code: how its numbers become bytes.
+        device: where its messages are.
+        tag: that of its messages.
+        staging: for codes, if the bucket is on a GPU and its messages are not.
+        messages: memory for one that goes out and one that comes in.
     """
 
-    def __init__(self, tensor: Tensor, code: Code, device: torch.device, tag: int, staging: Staging | None):
-        super().__init__(code.nbytes(len(tensor)), torch.uint8, device, tag, staging)
+    def __init__(
+        self,
+        tensor: Tensor,
+        code: Code,
+        device: torch.device,
+        tag: int,
+        staging: Staging | None,
+        messages: tuple[Message, Message] | None = None,
+    ):
+        super().__init__(code.nbytes(len(tensor)), torch.uint8, device, tag, staging, messages)
         self.own_code, self.tensor, self.code = code.places(self.tensor), tensor, code
         self._size = torch.zeros(())
         self._places: dict[Message, Parts] = {}

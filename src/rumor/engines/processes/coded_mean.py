@@ -6,18 +6,19 @@ all. So 2 (n - 1)/n codes of the model leave a node, and all nodes end with bitw
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rumor.engines.codes import CODES, Parts, owned_by_each
+from rumor.engines.codes import CODES, Parts
 from rumor.engines.engine import NO_SCALARS, Buffer, Mixed, Pending
+from rumor.engines.owners import nbytes_of_shares, owned_by_each
 from rumor.engines.processes.alarm import Alarm
-from rumor.engines.processes.channel import Scratch
-from rumor.engines.processes.message import Message
+from rumor.engines.processes.channel import CodeMemory, Scratch
+from rumor.engines.processes.message import Message, messages_in
 from rumor.engines.processes.transport import Transport, Work
 
 
@@ -26,47 +27,56 @@ class Shares:
 
     Attributes:
         owned: what each node owns.
-        out: messages with this node's codes, to each owner.
+        out: messages with this node's codes, to each owner; later, those with each owner's code of the mean. An owner sends the mean once
+            it has all of this node's code, so one can take the place of the other.
         inbox: messages with each node's codes of this node's share; its own is the one in `out`.
-        means: messages with each owner's code of the mean.
-        sent: for each bucket, which of its blocks go to an owner, and the place of their code in `out`.
+        places: for each bucket, which of its blocks belong to an owner, and the place of their code in `out`.
         received: what this node owns of each bucket, the place of the code of its mean, and those of all nodes' codes.
-        averaged: for each bucket, the places of its code in `means`, in order.
         tags: of the two exchanges.
         bytes_sent: bytes that this node sends in one average.
+
+    Args:
+        transport: sends messages to the other nodes.
+        sizes: of the buckets.
+        bits: of a number, as it travels.
+        memory: for the messages.
     """
 
-    def __init__(self, transport: Transport, sizes: Sequence[int], bits: int, pinned: bool, device: torch.device):
+    def __init__(self, transport: Transport, sizes: Sequence[int], bits: int, memory: CodeMemory):
         self.code = CODES[bits]
         self.owned = owned_by_each(sizes, transport.n)
         self.tags = transport.new_tag(), transport.new_tag()
-        lengths = [sum(self.code.nbytes(end - start) for _, start, end in share) for share in self.owned]
-
-        def message(length: int) -> Message:
-            return Message(length, torch.uint8, device, pinned)
-
-        self.out = [message(length) for length in lengths]
-        self.means = [message(length) for length in lengths]
-        self.inbox = [self.out[i] if i == transport.rank else message(lengths[transport.rank]) for i in range(transport.n)]
-        to_others = [message for i, message in enumerate(self.out) if i != transport.rank]
-        self.bytes_sent = sum(message.whole.nbytes for message in to_others) + len(to_others) * self.means[transport.rank].whole.nbytes
-        self._find_places(len(sizes), transport.rank)
+        rank, lengths = transport.rank, nbytes_of_shares(self.code, sizes, transport.n)
+        self.out = messages_in(memory.out, lengths)
+        self.inbox = messages_in(memory.inbox, [lengths[rank]] * (transport.n - 1))
+        self.inbox.insert(rank, self.out[rank])
+        to_others = [message for i, message in enumerate(self.out) if i != rank]
+        self.bytes_sent = sum(message.whole.nbytes for message in to_others) + len(to_others) * self.out[rank].whole.nbytes
+        self._find_places(len(sizes), rank)
+        self._sizes = sizes
+        self._whole: dict[torch.device, list[Parts]] = {}
 
     def _find_places(self, buckets: int, rank: int) -> None:
         """Find the codes in the messages once: views of them cost as much as to copy a small code."""
-        self.sent: list[list[tuple[slice, Parts]]] = [[] for _ in range(buckets)]
-        self.averaged: list[list[Parts]] = [[] for _ in range(buckets)]
+        self.places: list[list[tuple[slice, Parts]]] = [[] for _ in range(buckets)]
         for owner, share in enumerate(self.owned):
-            for owned, out, mean in zip(share, self._places(owner, self.out[owner]), self._places(owner, self.means[owner]), strict=True):
-                self.sent[owned.bucket].append((owned.blocks, out))
-                self.averaged[owned.bucket].append(mean)
+            for owned, place in zip(share, self._places(owner, self.out[owner]), strict=True):
+                self.places[owned.bucket].append((owned.blocks, place))
         inbox = zip(*(self._places(rank, message) for message in self.inbox), strict=True)
-        self.received = list(zip(self.owned[rank], self._places(rank, self.means[rank]), inbox, strict=True))
+        self.received = list(zip(self.owned[rank], self._places(rank, self.out[rank]), inbox, strict=True))
 
     def _places(self, owner: int, message: Message) -> list[Parts]:
         """Return the place in `message` of the code of each part of a bucket that `owner` owns."""
         lengths = [self.code.nbytes(owned.end - owned.start) for owned in self.owned[owner]]
         return [self.code.places(code) for code in torch.split(message.payload, lengths)]
+
+    def whole(self, b: int, device: torch.device) -> Parts:
+        """Return memory on the device of bucket b for its code in one piece. All buckets use the same memory."""
+        if device not in self._whole:
+            lengths = list(map(self.code.nbytes, self._sizes))
+            memory = torch.empty(max(lengths), dtype=torch.uint8, device=device)
+            self._whole[device] = [self.code.places(memory[:length]) for length in lengths]
+        return self._whole[device][b]
 
 
 class CodedMean:
@@ -76,7 +86,7 @@ class CodedMean:
         transport: sends messages to the other nodes.
         alarm: whether a model was not finite.
         shares: the owners, and the memory for the messages.
-        xs: the buckets.
+        xs: the buckets. Each is encoded before the next is asked for.
         left_out: what earlier averages left out of each bucket (see `Engine.mean`).
         k: the step.
         doing: for errors.
@@ -95,7 +105,7 @@ class CodedMean:
         transport: Transport,
         alarm: Alarm,
         shares: Shares,
-        xs: Sequence[Buffer],
+        xs: Iterable[Buffer],
         left_out: Sequence[Tensor],
         k: int,
         doing: str,
@@ -104,7 +114,7 @@ class CodedMean:
         raises: bool = True,
         helper: Executor | None = None,
     ):
-        self.transport, self.alarm, self.shares, self.xs, self.left_out = transport, alarm, shares, xs, left_out
+        self.transport, self.alarm, self.shares, self._xs, self.left_out = transport, alarm, shares, xs, left_out
         self.k, self.doing, self.scalars, self.scratch, self.raises, self.helper = k, doing, scalars, scratch, raises, helper
         self._codes: list[Work] = []  # of the first exchange
         self._means: list[Work] = []  # of the second
@@ -115,12 +125,13 @@ class CodedMean:
     def post(self) -> None:
         """Send the codes of `xs` + `left_out` to the owners. What the codes leave out stays in `left_out`."""
         sizes = []
-        for b, (x, rest) in enumerate(zip(self.xs, self.left_out, strict=True)):
-            code = self.shares.code.places(torch.empty(self.shares.code.nbytes(rest.numel()), dtype=torch.uint8, device=rest.device))
+        for b, (x, rest) in enumerate(zip(self._xs, self.left_out, strict=True)):
+            code = self.shares.whole(b, rest.device)
             sizes.append(self.shares.code.encode(rest.add_(x.tensor), code, leave_rest=True))
-            for blocks, out in self.shares.sent[b]:
+            for blocks, out in self.shares.places[b]:
                 for place, part in zip(out, code, strict=True):
                     place.copy_(part[blocks])
+        self._xs = ()
         size = torch.stack(sizes).amax()
         for message in self.shares.out:
             self.alarm.write(message, size, self.transport.rank, self.k)  # of the whole model: every owner must know
@@ -135,7 +146,7 @@ class CodedMean:
             self._help = self.helper.submit(self._average_and_send)
 
     def _receive_means(self) -> list[Work]:
-        return [self.transport.receive(self.shares.means[node].whole, peer, self.shares.tags[1]) for node, peer in self._peers()]
+        return [self.transport.receive(self.shares.out[node].whole, peer, self.shares.tags[1]) for node, peer in self._peers()]
 
     def arrive(self) -> Tensor:
         """Wait for the average, and return that of the scalars. Every bucket calls it; only the first has to wait."""
@@ -169,21 +180,24 @@ class CodedMean:
         self._send_mean()
 
     def mean(self, place: int) -> Tensor:
-        """Return the mean of one bucket, in shared memory. If some model was not finite, return this node's own."""
-        tensor = self.xs[place].tensor
-        mean = self.scratch(tensor, "mean")
+        """Return the mean of one bucket, in shared memory. If some model was not finite, return zeros."""
+        mean = self.scratch(self.left_out[place], "change")
         if self.is_alarmed:
-            return mean.copy_(tensor)
-        code = tuple(torch.cat(rows).to(tensor.device) for rows in zip(*self.shares.averaged[place], strict=True))
+            return mean.zero_()
+        code = self.shares.whole(place, mean.device)
+        for blocks, part in self.shares.places[place]:
+            for rows, received in zip(code, part, strict=True):
+                rows[blocks].copy_(received)
         return self.shares.code.decode(code, mean)
 
     def _average_share(self) -> None:
         """Average this node's share, and encode the mean. What its code leaves out counts n times: the next average divides it by n."""
         n, code = self.transport.n, self.shares.code
+        use = "change" if self.helper is None else "share"  # a helper must not share memory with the node, which goes on meanwhile
         for owned, mean, received in self.shares.received:
             rest = self.left_out[owned.bucket][owned.start : owned.end]
             codes = [tuple(part.to(rest.device) for part in theirs) for theirs in received]
-            total = code.weighted_sum(codes, [1 / n] * n, rest)
+            total = code.weighted_sum(codes, [1 / n] * n, self.scratch(rest, use))
             code.encode(total, mean, leave_rest=True)
             rest.add_(total, alpha=n)
 
@@ -196,10 +210,10 @@ class CodedMean:
         """Send this node's code of the mean to all others, whose codes of it have arrived or are on their way."""
         rank, n, tag = self.transport.rank, self.transport.n, self.shares.tags[1]
         if not self.transport.sends_from_host:  # NCCL needs receives together with sends
-            self._means = self._exchange([self.shares.means[rank]] * n, self.shares.means, tag)
+            self._means = self._exchange([self.shares.out[rank]] * n, self.shares.out, tag)
             return
         peers = [peer for _, peer in self._peers()]
-        self._means += self.transport.call(lambda: self.transport.send(self.shares.means[rank].whole, peers, tag), self.doing)
+        self._means += self.transport.call(lambda: self.transport.send(self.shares.out[rank].whole, peers, tag), self.doing)
 
     def _peers(self) -> list[tuple[int, int]]:
         """Return the numbers of the other nodes, and their global ranks."""

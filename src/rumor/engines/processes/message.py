@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,11 +22,22 @@ EXACT_IN_FLOAT32 = 2**24  # whole numbers up to here
 
 
 class Message:
-    """One block of memory: head, then payload. The head is float64 whatever the dtype of the bucket is, except for a sum's."""
+    """One block of memory: head, then payload. The head is float64 whatever the dtype of the bucket is, except for a sum's.
 
-    def __init__(self, d: int, dtype: torch.dtype, device: torch.device, pinned: bool = False, head: torch.dtype = torch.float64):
+    `memory`, if given, is where it lies.
+    """
+
+    def __init__(
+        self,
+        d: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pinned: bool = False,
+        head: torch.dtype = torch.float64,
+        memory: Tensor | None = None,
+    ):
         in_front = HEAD * head.itemsize // dtype.itemsize
-        self.whole = torch.zeros(in_front + d, dtype=dtype, device=device, pin_memory=pinned)
+        self.whole = torch.zeros(in_front + d, dtype=dtype, device=device, pin_memory=pinned) if memory is None else memory
         self.head = self.whole[:in_front].view(head)
         self.payload = self.whole[in_front:]
         # the same memory, which the host can read and write without the cost of a tensor operation
@@ -53,6 +66,23 @@ class Message:
         if news:
             self.head[-2:-1].fill_(1.0)
         self.head[-1:].fill_(label**2)
+
+
+def room_for(lengths: Sequence[int]) -> int:
+    """Return the bytes of memory that messages of so many bytes need, side by side."""
+    return sum(_aligned(length) for length in lengths)
+
+
+def messages_in(memory: Tensor, lengths: Sequence[int]) -> list[Message]:
+    """Return messages of so many bytes, side by side in `memory`."""
+    starts = [0, *accumulate(map(_aligned, lengths))]
+    places = [memory[start : start + HEAD * 8 + length] for start, length in zip(starts, lengths, strict=False)]
+    return [Message(length, memory.dtype, memory.device, memory=place) for place, length in zip(places, lengths, strict=True)]
+
+
+def _aligned(length: int) -> int:
+    """Return the bytes of a message with a payload of so many bytes, and of the gap to the next message."""
+    return -(-length // 64) * 64 + HEAD * 8
 
 
 def labels_agree(head: list[float], n: int) -> bool:

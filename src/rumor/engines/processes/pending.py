@@ -146,13 +146,15 @@ class Gossip(Pending):
 
 
 class CodedGossip(Gossip):
-    """The same for codes. A neighbour whose model is not finite is left out."""
+    """The same for codes. A neighbour whose model is not finite is left out.
+
+    Only change() is of use if buckets share the memory that they are encoded from (see `Engine.allocate_codes`).
+    """
 
     channel: CodedChannel
 
     def wait(self) -> Mixed:
-        mixed = torch.add(self.channel.tensor, self.change(), out=self.scratch(self.channel.tensor, "mixed"))
-        return Mixed(mixed, NO_SCALARS)
+        return Mixed(self.change().add_(self.channel.tensor), NO_SCALARS)
 
     def lerp(self) -> Lerp:
         return Lerp(self.wait().x, 1.0)
@@ -163,14 +165,26 @@ class CodedGossip(Gossip):
         like = self.scratch(channel.tensor, "change")
         heard = [(channel.places(message, payload), w, finite) for message, payload, w, finite in self._heard() if finite is not False]
         if any(isinstance(finite, Tensor) for _, _, finite in heard):  # only the device knows
-            own = code.decode(channel.own_code, torch.empty_like(like))
+            own, one = (self.scratch(like, use) for use in ("own", "one"))
+            code.decode(channel.own_code, own)
             total = like.zero_()
             for theirs, w, finite in heard:
-                change = code.decode(theirs, torch.empty_like(like)).sub_(own)
-                total.add_(torch.where(torch.as_tensor(finite, device=own.device), change, 0.0), alpha=w)
+                change = code.decode(theirs, one).sub_(own)
+                total.add_(change.masked_fill_(~torch.as_tensor(finite, device=own.device), 0.0), alpha=w)
             return total
-        codes, weights = [theirs for theirs, _, _ in heard], [w for _, w, _ in heard]
-        return code.weighted_sum([*codes, channel.own_code], [*weights, -sum(weights)], like) if codes else like.zero_()
+        if not heard:
+            return like.zero_()
+        weights = [w for _, w, _ in heard]
+        own_weights = _negated_sum(weights) if like.dtype == torch.float32 else [-sum(weights)]
+        codes = [*(theirs for theirs, _, _ in heard), *(channel.own_code for _ in own_weights)]
+        return code.weighted_sum(codes, [*weights, *own_weights], like)
+
+
+def _negated_sum(weights: Sequence[float]) -> list[float]:
+    """Return one or two float32 numbers that make the weights, rounded to float32, sum to exactly 0: else the mean would drift."""
+    total = -sum(rounded(w) for w in weights)
+    first = rounded(total)
+    return [first, total - first] if total != first else [first]
 
 
 def post_receives(transport: Transport, channel: Channel, links: Links, ahead: bool = False) -> None:

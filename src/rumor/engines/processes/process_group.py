@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rumor.engines.codes import CODES
-from rumor.engines.engine import Buffer, FiniteCheck, Pending, check_gossip, check_mean, sum_of_squares
+from rumor.engines.engine import Buffer, FiniteCheck, Pending, accumulator, check_gossip, check_mean, sum_of_squares
 from rumor.engines.processes.alarm import Alarm, DeviceAlarm
-from rumor.engines.processes.channel import Channel, CodedChannel, Scratch
+from rumor.engines.processes.channel import Channel, CodedChannel, CodeMemory, Scratch
 from rumor.engines.processes.coded_mean import CodedBucketMean, CodedMean, Shares
 from rumor.engines.processes.gloo_group import GlooGroup
 from rumor.engines.processes.gpu_staging import CopyThread, Staging
+from rumor.engines.processes.message import Message
 from rumor.engines.processes.pending import AllReduce, BucketMean, CodedGossip, Gossip, Links, post_receives, sums_of
 from rumor.engines.processes.transport import Group, GroupRef, Transport, default_group, keep_unclaimed
 from rumor.metrics import Metrics
@@ -70,7 +72,7 @@ class ProcessGroup:
         self, x: Buffer | Tensor, topology: Topology, k: int, scalars: Tensor | None = None, own: bool = True, bits: int = 32
     ) -> Pending:
         check_gossip(bits, scalars, own)
-        channel, links = self._coded(self._channel(x), bits), self._links_of(topology, k)
+        channel, links = self._coded(self._channel(x, bits), bits), self._links_of(topology, k)
         kind = Gossip if bits == 32 else CodedGossip
         gossip = kind(self.transport, self.alarm, channel, links, k, scalars, own, self._scratch)
         channel.prepare()
@@ -84,7 +86,7 @@ class ProcessGroup:
 
     def mean(
         self,
-        xs: Sequence[Buffer | Tensor],
+        xs: Iterable[Buffer | Tensor],
         k: int,
         scalars: Tensor | None = None,
         *,
@@ -94,9 +96,9 @@ class ProcessGroup:
         left_out: Sequence[Tensor] = (),
     ) -> list[Pending]:
         check_mean(bits, xs, left_out)
-        channels = [self._channel(x) for x in xs]
         if bits < 32 and self.n > 1:  # one node alone sends nothing, so it need not round
-            return self._coded_mean(channels, k, scalars, f"{doing} at step {k}", bits, left_out)
+            return self._coded_mean((self._channel(x, bits) for x in xs), k, scalars, f"{doing} at step {k}", bits, left_out)
+        channels = [self._channel(x) for x in xs]
         for channel in channels:
             channel.prepare(finite_check or sum_of_squares)
         for channel in channels:
@@ -115,17 +117,21 @@ class ProcessGroup:
         return pending
 
     def _coded_mean(
-        self, channels: list[Channel], k: int, scalars: Tensor | None, doing: str, bits: int, left_out: Sequence[Tensor]
+        self, channels: Iterator[Channel], k: int, scalars: Tensor | None, doing: str, bits: int, left_out: Sequence[Tensor]
     ) -> list[Pending]:
-        shares = self._shares(channels, bits)
+        first = next(channels)
+        shares = self._shares(first, [len(rest) for rest in left_out], bits)
+        if first.memory is not None:  # a message that was posted ahead would be in the way
+            self._complete_receives(first.memory.channels, k)
+        xs = chain([first], channels)
         if self.averages_ahead and self._helper is None and left_out[0].device.type == "cpu":  # a GPU's work belongs to streams
             self._helper = ThreadPoolExecutor(1, thread_name_prefix="rumor-average")
         total = CodedMean(
-            self.transport, self.alarm, shares, channels, left_out, k, doing, scalars, self._scratch, self.local is None, self._helper
+            self.transport, self.alarm, shares, xs, left_out, k, doing, scalars, self._scratch, self.local is None, self._helper
         )
         total.post()
         self.metrics.bytes_sent += shares.bytes_sent
-        return [CodedBucketMean(total, place) for place in range(len(channels))]
+        return [CodedBucketMean(total, place) for place in range(len(left_out))]
 
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
         links = self._links_of(topology, k)
@@ -142,25 +148,45 @@ class ProcessGroup:
         channel = Channel(shape.numel(), dtype, self.device if from_host else device, self.transport.new_tag(), staging)
         return self._registered(channel)
 
+    def allocate_codes(self, like: Sequence[Tensor], bits: int, keeps: bool) -> list[Buffer]:
+        code, from_host = CODES[bits], self.transport.sends_from_host
+        pinned = from_host and any(x.is_cuda for x in like)
+        device = self.device if from_host or not like else like[0].device
+        memory = CodeMemory(code, [x.numel() for x in like], self.n, self.rank, device, pinned)
+        buffers: list[Buffer] = []
+        for x, messages in zip(like, memory.messages, strict=True):
+            tensor = torch.empty_like(x, dtype=accumulator(x.dtype)) if keeps else self._scratch(x, "change")
+            channel = self._code_channel(tensor, bits, device, messages)
+            channel.memory = memory
+            memory.channels.add(channel)
+            buffers.append(channel)
+        return buffers
+
     def _coded(self, channel: Channel, bits: int) -> Channel:
         """Return the channel of this bucket's messages, if they have this many bits."""
-        if bits == 32:
+        if bits == 32 or isinstance(channel, CodedChannel):
             return channel
         if bits not in channel.coded:
-            code, bucket, staging = CODES[bits], channel.tensor, channel.staging
-            if staging is not None:
-                staging = Staging(code.nbytes(len(bucket)), torch.uint8, bucket.device, staging.thread)
-            device = channel.out.whole.device
-            channel.coded[bits] = self._registered(CodedChannel(bucket, code, device, self.transport.new_tag(), staging))
+            channel.coded[bits] = self._code_channel(channel.tensor, bits, channel.out.whole.device)
         return channel.coded[bits]
 
-    def _shares(self, channels: list[Channel], bits: int) -> Shares:
-        """Return the memory for averages of these buckets. It belongs to the first of them, and is freed with it."""
-        key = (bits, *(channel.tag for channel in channels))
-        if key not in channels[0].shares:
-            sizes, staging = [len(channel.tensor) for channel in channels], channels[0].staging
-            channels[0].shares[key] = Shares(self.transport, sizes, bits, staging is not None, channels[0].out.whole.device)
-        shares: Shares = channels[0].shares[key]
+    def _code_channel(
+        self, bucket: Tensor, bits: int, device: torch.device, messages: tuple[Message, Message] | None = None
+    ) -> CodedChannel:
+        code, staging = CODES[bits], None
+        if bucket.is_cuda and self.transport.sends_from_host:
+            staging = Staging(code.nbytes(len(bucket)), torch.uint8, bucket.device, self._copy_thread(bucket.device))
+        return self._registered(CodedChannel(bucket, code, device, self.transport.new_tag(), staging, messages))
+
+    def _shares(self, first: Channel, sizes: list[int], bits: int) -> Shares:
+        """Return the memory for averages of buckets of these sizes. It belongs to the first of them, and is freed with it."""
+        key = (bits, *sizes)
+        if key not in first.shares:
+            memory, code = first.memory, CODES[bits]
+            if memory is None or memory.sizes != sizes:
+                memory = CodeMemory(code, sizes, self.n, self.rank, first.out.whole.device, first.staging is not None)
+            first.shares[key] = Shares(self.transport, sizes, bits, memory)
+        shares: Shares = first.shares[key]
         return shares
 
     def _registered(self, channel: AnyChannel) -> AnyChannel:
@@ -173,9 +199,9 @@ class ProcessGroup:
             self._copy_threads[device] = CopyThread(device)
         return self._copy_threads[device]
 
-    def _channel(self, x: Buffer | Tensor) -> Channel:
+    def _channel(self, x: Buffer | Tensor, bits: int = 32) -> Channel:
         """Return the channel of a buffer. A tensor from elsewhere, such as a slice of a buffer, is copied into a channel of its own."""
-        if isinstance(x, Channel):
+        if isinstance(x, Channel) and (not isinstance(x, CodedChannel) or x.code.bits == bits):
             return x
         given = x.tensor if isinstance(x, Buffer) else x
         channel = self.allocate(given.shape, given.dtype, self.device if self.transport.sends_from_host else given.device)
@@ -213,9 +239,11 @@ class ProcessGroup:
 
         A neighbour is in `expected` here if and only if this node is in `owed` there: posting ahead adds both, and gossip removes both.
         """
+        self._complete_receives(self._channels, k)
+
+    def _complete_receives(self, channels: Iterable[Channel], k: int) -> None:
         doing = f"completing the receives that were posted for step {k}"
-        channels = sorted(self._channels, key=lambda channel: channel.tag)  # in the same order on all nodes
-        for channel in channels:
+        for channel in sorted(channels, key=lambda channel: channel.tag):  # in the same order on all nodes
             if channel.task is not None:
                 channel.task.result()
             works = self.transport.call(partial(self.transport.send, channel.out.whole, sorted(channel.owed), channel.tag), doing)
