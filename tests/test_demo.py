@@ -107,8 +107,8 @@ def test_the_difference_of_accuracies_is_that_of_the_numbers_shown() -> None:
 
     parallel, recommended = result("parallel_sgd", 0.97945), result(RECOMMENDED, 0.97255)  # 97.9% and 97.3%
     assert _table([parallel, recommended]).count("97.9%") == 2
-    assert "its accuracy differs by -0.6 points" in _verdict([parallel, recommended])[0]
-    assert "its accuracy differs by +0.0 points" in _verdict([parallel, result(RECOMMENDED, 0.97941)])[0]
+    assert "its accuracy is 0.6 points lower" in _verdict([parallel, recommended])[0]
+    assert "its accuracy is the same" in _verdict([parallel, result(RECOMMENDED, 0.97941)])[0]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_the_difference_of_accuracies_is_that_of_the_numbers_shown() -> None:
         ("--nodes 2.5", "not a whole number"),
         ("--topology hypercube", "there is no topology 'hypercube': choose from"),
         ("--topology from_networkx", "there is no topology 'from_networkx'"),
-        ("--method adam", "there is no method 'adam': choose from parallel_sgd"),
+        ("--method adam", "the demo has no short name 'adam': choose from parallel_sgd"),
         ("--method gossip_pga gossip-pga", "name each method once"),
         ("--method", "expected at least one argument"),
         ("--method gossip_pga(rnig)", "'gossip_pga(rnig)' can't be read as a method: there is no 'rnig'. Did you mean ring? "),

@@ -167,12 +167,12 @@ def _verdict(results: Sequence[Result]) -> list[str]:
         return []
     fewer = parallel.end.bytes_per_node / recommended.end.bytes_per_node
     faster = parallel.seconds_a_step / recommended.seconds_a_step
-    # of the accuracies as the table shows them: 97.3 beside 97.9 differs by 0.6, whatever the further digits are
-    points = round(100 * recommended.end.mean_accuracy, 1) - round(100 * parallel.end.mean_accuracy, 1)
+    # of the accuracies as the table shows them: 97.3 beside 97.9 is 0.6 lower, whatever the further digits are
+    points = round(round(100 * recommended.end.mean_accuracy, 1) - round(100 * parallel.end.mean_accuracy, 1), 1)
+    away = f"{abs(points):.1f} points {'lower' if points < 0 else 'higher'}" if points else "the same"
     return [
         f"{recommended.method.label} is the recommended setting, {recommended.method.name}. Beside Parallel SGD (DDP, float32), it sends "
-        f"{fewer:.1f} times fewer bytes, its step is {faster:.1f} times as fast ({parallel.link.kind}), and its accuracy differs by "
-        f"{points:+.1f} points."
+        f"1/{fewer:.1f} of the bytes, its step is {faster:.1f} times as fast ({parallel.link.kind}), and its accuracy is {away}."
     ]
 
 

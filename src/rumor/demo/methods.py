@@ -49,5 +49,5 @@ def build_method(name: str, topology: Topology, H: int, delay: int | None, steps
         "osgp": lambda: Method(name, "SGP" if delay == 0 else "OSGP", osgp(topology, **delayed)),
     }
     if name not in known:
-        raise ValueError(f'there is no method {name!r}: choose from {", ".join(known)}, or write one out, "gossip_pga(ring, bits=4)"')
+        raise ValueError(f'the demo has no short name {name!r}: choose from {", ".join(known)}, or write a method out, such as "diloco(H=100)"')
     return known[name]()
