@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -33,7 +34,7 @@ from logistic.tables import Row, as_text
 from networks.command import above_zero, at_least_one
 from networks.compare import with_interval
 from networks.engines import device_name
-from rumor.ddp import REFRESHED, scales_of
+from rumor.ddp import REFRESHED, limit_left_out, scales_of
 from rumor.methods import Algorithm
 from rumor.model.optimizer_state import AverageState
 from text.gpt import EVALUATED, GPT, check_text, held_out_loss, last_start, load_text, loss_of, lr_at, read, sequences, write
@@ -44,6 +45,7 @@ OPTIMIZERS = {"adamw": "AdamW", "lamb": "LAMB"}  # each has a results file of it
 KEY = ("method", "lr", "seed", "nodes", "steps", "batch", "length", "width", "layers")
 COLUMNS = (*KEY, "loss", "megabytes", "seconds", "device")
 H, BITS, CLIP, BETAS = 6, 4, 1.0, (0.9, 0.95)
+PERIODS = (H, 4 * H, 16 * H)  # of methods without gossip
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
 LEAST = 3  # seeds of a mean in the table
 PEERS = 2  # nodes in the mean that a gossip step of one_peer_exponential takes
@@ -77,8 +79,17 @@ def alone(n: int) -> Algorithm:
     return rumor.local_sgd(n, 2**30)
 
 
-def local(n: int) -> Algorithm:
+def local(n: int, H: int = H) -> Algorithm:
     return rumor.local_sgd(n, H, bits=BITS)
+
+
+def few_averages(H: int) -> dict[str, Method]:
+    """Methods without gossip, with a global average every H steps. DiLoCo with its paper's outer step, and with less outer momentum."""
+    return {
+        f"Local SGD, H = {H}": Method(partial(local, H=H)),
+        f"DiLoCo, H = {H}": Method(lambda n: rumor.diloco(n, H, bits=BITS)),
+        f"DiLoCo, H = {H}, outer 0.7, 0.5": Method(lambda n: rumor.diloco(n, H, outer_momentum=0.5, bits=BITS)),
+    }
 
 
 METHODS: dict[str, Method] = {
@@ -86,7 +97,6 @@ METHODS: dict[str, Method] = {
     "DDP, 4 bits": Method(alone, gradients="coded mean"),
     "DDP, 4 bits, optimizer=": Method(alone, gradients="scaled coded mean"),
     "Parallel SGD": Method(lambda n: rumor.parallel_sgd(n, bits=BITS)),
-    "Local SGD": Method(local),
     "Gossip-PGA": Method(pga),
     "Gossip-PGA, 32 bits": Method(lambda n: rumor.gossip_pga(rumor.one_peer_exponential(n), H)),
     "Gossip-PGA, state at global rounds": Method(pga, "global"),
@@ -97,7 +107,7 @@ METHODS: dict[str, Method] = {
     "Local SGD, gossiped gradients": Method(local, gradients="gossip"),
     "Local SGD, gossiped gradients, corrected": Method(local, gradients="gossip", corrects_noise=True),
     "Gossip-PGA, gossiped gradients": Method(pga, gradients="gossip"),
-    "DiLoCo": Method(lambda n: rumor.diloco(n, 4 * H, bits=BITS)),
+    **{name: method for H in PERIODS for name, method in few_averages(H).items()},
 }
 
 
@@ -116,14 +126,15 @@ class Gradients:
         x = torch.cat([g.flatten(1) for g in grads], dim=1)  # [n, d]
         if self._mixing == "mean":
             pending = self._engine.mean([x], k)[0]
-        elif self._mixing == "scaled coded mean":
-            if k in (1, 2, 4, 8) or k % REFRESHED == REFRESHED - 1:
-                self._refresh_scales()
-            pending = self._engine.mean([x / self._scales], k, bits=BITS, left_out=[self._left_out])[0]
-        elif self._mixing == "coded mean":
-            pending = self._engine.mean([x], k, bits=BITS, left_out=[self._left_out])[0]
-        else:
+        elif self._mixing == "gossip":
             pending = self._engine.gossip(x, self._topology, k, bits=BITS)
+        else:  # what `rumor.ddp_hook` does; its scales stay 1 without second moments
+            if self._mixing == "scaled coded mean" and (k in (1, 2, 4, 8) or k % REFRESHED == REFRESHED - 1):
+                self._refresh_scales()
+            x = x / self._scales
+            for own, left_out in zip(x, self._left_out, strict=True):
+                limit_left_out(left_out, float(own.norm()), len(x), BITS)
+            pending = self._engine.mean([x], k, bits=BITS, left_out=[self._left_out])[0]
         mixed = (pending.wait().x * self._scales).expand_as(x).split([g[0].numel() for g in grads], dim=1)
         for g, part in zip(grads, mixed, strict=True):
             g.copy_(part.view_as(g))

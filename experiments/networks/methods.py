@@ -164,21 +164,23 @@ class GradientTracking(FollowsLr):
     def start(self, nodes: Nodes) -> State:
         state = super().start(nodes)
         self.add_buckets(state, nodes, "y", "d", "y_left_out")
-        state.send_buffers = [nodes.engine.allocate(y.shape, y.dtype, y.device) for y in state.buckets["y"]]
+        # those of Gossip-PGA come first
+        state.send_buffers += [nodes.engine.allocate(y.shape, y.dtype, y.device) for y in state.buckets["y"]]
         return state
 
     def begin(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
+        out = state.send_buffers[-len(state.buckets["y"]) :]
         for b, (y, d, last) in enumerate(zip(*(state.buckets[name] for name in ("y", "d", "last")), strict=True)):
             now = (last - nodes.x.peek(b)) / step.lr
             y += now - d
             d.copy_(now)
             nodes.x.write(b, last - step.lr * y)
-            state.send_buffers[b].tensor.copy_(y)
+            out[b].tensor.copy_(y)
         received = super().begin(step, nodes, state)
         if step.kind == "global":
-            pending = nodes.engine.mean(state.send_buffers, step.k, bits=self.bits, left_out=state.buckets["y_left_out"])
+            pending = nodes.engine.mean(out, step.k, bits=self.bits, left_out=state.buckets["y_left_out"])
         else:
-            pending = [nodes.engine.gossip(y, self.topology, step.k, bits=self.bits) for y in state.send_buffers]
+            pending = [nodes.engine.gossip(y, self.topology, step.k, bits=self.bits) for y in out]
         return self.remember(received, pending, nodes, state)
 
     def remember(self, received: Iterator[int], pending: list[Pending], nodes: Nodes, state: State) -> Iterator[int]:

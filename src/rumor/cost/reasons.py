@@ -232,7 +232,9 @@ def _why_not_local(compared: Comparison) -> str:
     theirs, ours = compared.local.stage(compared.iid), compared.best.stage(compared.iid)
     if theirs > SAME_ORDER * ours:
         instead = f"of {ours:.1e}" if ours else "of none at all"
-        return f"{start}, but its transient stage (steps until it is as good as DDP) is of the order of {theirs:.1e} steps instead {instead}"
+        return (
+            f"{start}, but its transient stage (steps until it is as good as DDP) is of the order of {theirs:.1e} steps instead {instead}"
+        )
     # For example, contraction(l) = 1 for l < log2(n) at the worst phase of a one-peer cycle: then the bound ignores gossip.
     return (
         f"{start}. Theory does not separate the two here (its bounds on their transient stages are {theirs:.1e} and {ours:.1e} steps). But "

@@ -49,5 +49,7 @@ def build_method(name: str, topology: Topology, H: int, delay: int | None, steps
         "osgp": lambda: Method(name, "SGP" if delay == 0 else "OSGP", osgp(topology, **delayed)),
     }
     if name not in known:
-        raise ValueError(f'the demo has no short name {name!r}: choose from {", ".join(known)}, or write a method out, such as "diloco(H=100)"')
+        raise ValueError(
+            f'the demo has no short name {name!r}: choose from {", ".join(known)}, or write a method out, such as "diloco(H=100)"'
+        )
     return known[name]()

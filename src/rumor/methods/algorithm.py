@@ -103,7 +103,7 @@ class State:
         buckets: tensors that a method keeps for each bucket (SlowMo's u, push-sum's x).
         scalars: numbers that it keeps for each node, [*nodes, 1].
         in_flight: messages that the coming step will use (delay=1).
-        send_buffers: memory for sending that the method has allocated.
+        send_buffers: memory for sending that the method has allocated. A method that extends another one adds its own at the end.
         relay_buffers: memory for sending on what was received.
     """
 

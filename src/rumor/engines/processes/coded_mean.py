@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -144,6 +145,8 @@ class CodedMean:
             self.transport.track(self.shares.tags[1], self._means, self.shares)
         if self.helper is not None:
             self._help = self.helper.submit(self._average_and_send)
+            # the helper waits for the codes, and a second wait() for them would be for other messages
+            self.transport.track(self.shares.tags[0], [_Help(self._help)], self.shares)
 
     def _receive_means(self) -> list[Work]:
         return [self.transport.receive(self.shares.out[node].whole, peer, self.shares.tags[1]) for node, peer in self._peers()]
@@ -179,9 +182,9 @@ class CodedMean:
         self._average_share()
         self._send_mean()
 
-    def mean(self, place: int) -> Tensor:
-        """Return the mean of one bucket, in shared memory. If some model was not finite, return zeros."""
-        mean = self.scratch(self.left_out[place], "change")
+    def mean(self, place: int, out: Tensor | None = None) -> Tensor:
+        """Return the mean of one bucket, in `out` or in shared memory. If some model was not finite, return zeros."""
+        mean = self.scratch(self.left_out[place], "change") if out is None else out
         if self.is_alarmed:
             return mean.zero_()
         code = self.shares.whole(place, mean.device)
@@ -225,6 +228,15 @@ class CodedMean:
         works: list[Work] = self.transport.call(lambda: self.transport.exchange(outbox, expected, tag), self.doing)
         self.transport.track(tag, works, self.shares)
         return works
+
+
+class _Help(NamedTuple):
+    """A helper's part of an average, to wait for like a message."""
+
+    future: Future[None]
+
+    def wait(self) -> None:
+        self.future.result()
 
 
 @dataclass

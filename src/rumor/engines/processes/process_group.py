@@ -220,15 +220,17 @@ class ProcessGroup:
     # ---- receives that are posted ahead of their step --------------------------------------------------------------------------
 
     def post_receives(self, buffers: Sequence[Buffer], topology: Topology, k: int, bits: int = 32) -> None:
-        """Post the receives of step k ahead. What is expected from a neighbour at one step can be used at any later one."""
+        """Post the receives of step k ahead. What is expected from a neighbour at one step can be used at any later one.
+
+        After the last step of a job, a neighbour may be gone already. If there is another step, that one raises the error.
+        """
         if not self.transport.sends_from_host:  # NCCL needs receives together with sends
             return
         links = self._links_of(topology, k)
-        doing = f"preparing to gossip at step {k} with node {links.names()}"
         for buffer in buffers:
             if isinstance(buffer, Channel):
                 channel = self._coded(buffer, bits)
-                post = partial(self.transport.call, partial(post_receives, self.transport, channel, links, ahead=True), doing)
+                post = partial(self.transport.attempt, partial(post_receives, self.transport, channel, links, ahead=True))
                 if channel.staging is None:
                     post()
                 else:

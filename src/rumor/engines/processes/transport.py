@@ -7,7 +7,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -217,16 +217,18 @@ class Transport:
     def call(self, function: Callable[[], Any], doing: str) -> Any:
         """Call torch.distributed. If that fails, raise ConnectionError with the likely reason."""
         try:
-            if not torch._C._autograd._profiler_enabled():
-                return function()
-            with _unrecorded():
-                return function()
+            return _called(function)
         except RuntimeError as error:
             reason = liveness.likely_reason(self.addresses, error, _store())
             raise ConnectionError(
                 f"{self._called} {self.rank} of {self.n} lost touch with the others while {self.metrics.locate(doing)}: {reason}. "
                 f"Fix this, then restart the job from its last checkpoint. ({error})"
             ) from error
+
+    def attempt(self, function: Callable[[], object]) -> None:
+        """Call torch.distributed for something that may never be needed, and ignore it if that fails."""
+        with suppress(RuntimeError):
+            _called(function)
 
     # ---- handshake ---------------------------------------------------------------------------------------------------------------
 
@@ -249,6 +251,13 @@ def keep_unclaimed(group: GroupRef, posted: Iterable[Posted], have_arrived: Call
     """Keep messages that may never arrive until they do, or until their group is destroyed. Also drops earlier ones that can go."""
     kept = [entry for entry in _unclaimed if entry.group() is not None and not entry.have_arrived()]
     _unclaimed[:] = [*kept, *(Unclaimed(group, one, have_arrived) for one in posted)]
+
+
+def _called(function: Callable[[], Any]) -> Any:
+    if not torch._C._autograd._profiler_enabled():
+        return function()
+    with _unrecorded():
+        return function()
 
 
 @contextmanager
