@@ -15,6 +15,7 @@ import rumor
 from tests import warm
 from tests.cluster import Cluster
 from tests.problems import N, batches, flat, loss_fn, network
+from tests.test_codes import bytes_held_by
 
 STEPS = 60
 
@@ -421,6 +422,31 @@ def test_what_was_left_out_of_a_skipped_step_is_forgotten(four: Cluster) -> None
         assert any(skipped)
         assert not all(skipped), "other buckets were finite"
         assert not gradient.any()
+
+
+def memory_of_the_hook(rank: int, follows_moments: bool) -> tuple[float, float]:
+    """What the hook keeps after four steps, in copies of the gradients, and what its threads keep besides, in MB."""
+    model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(20)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.5)
+    opt = torch.optim.Adam(ddp.parameters())
+    state = rumor.ddp_hook_state(optimizer=opt if follows_moments else None)
+    ddp.register_comm_hook(state, rumor.ddp_hook)
+    for _ in range(4):
+        ddp(torch.randn(4, 300)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    state._optimizer = None  # so that only its own memory is counted
+    parameters = sum(p.nbytes for p in model.parameters())
+    own, all_of_it = (bytes_held_by(owner, besides=torch.empty(0)) - parameters for owner in (list(state._memories.values()), state))
+    return own / parameters, (all_of_it - own) / 1e6
+
+
+@pytest.mark.parametrize(("follows_moments", "copies"), [(False, 1.4), (True, 2.4)])
+def test_memory_of_the_hook_is_what_the_docs_say(four: Cluster, follows_moments: bool, copies: float) -> None:
+    """In docs/training.md, "DDP with fewer bits"."""
+    for own, of_threads in four.run(memory_of_the_hook, follows_moments):
+        assert own == pytest.approx(copies, abs=0.05)
+        assert of_threads < 3 * 2.5
 
 
 def resumed(rank: int) -> tuple[Tensor, Tensor, Tensor]:

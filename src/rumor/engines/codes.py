@@ -5,7 +5,7 @@ A code of 8 or 4 bits works on blocks of 256 numbers. Each block has its own sca
     e     the exponent of the largest magnitude; v = 2^-e x is then below 2
     low   = min v,   step = (max v - low) / (2^bits - 1)
     code  = round((v - low) / step)                    nearest, ties to even
-    q     = 2^e (code step + low)                      what the receiver uses, within half a step of x
+    q     = 2^e (code step + low)                      what the receiver uses, within about half a step of x (`low` is rounded, too)
 
 With 4 bits, `low` and `step` travel in float16. The exponent keeps them accurate for blocks of any size, down to the smallest float32.
 With 16 bits, numbers travel as bfloat16. Codes of float64 numbers are those of the nearest float32.
