@@ -398,7 +398,7 @@ def errors_by_step(rank: int, bits: int, sizes: list[float], of_all: bool) -> li
 def test_a_spike_does_not_drown_the_gradients_after_it(four: Cluster, bits: int, of_all: bool) -> None:
     """What a code leaves out of a spike is larger than a usual gradient."""
     for usual, *_, first, second in four.run(errors_by_step, bits, [1.0, 1e5, 1e5, 1e5, 1.0, 1.0], of_all):
-        assert first < 4 * usual
+        assert first < 6 * usual
         assert second < 1.5 * usual
 
 
