@@ -399,7 +399,7 @@ def test_a_spike_does_not_drown_the_gradients_after_it(four: Cluster, bits: int,
     """What a code leaves out of a spike is larger than a usual gradient."""
     for usual, *_, first, second in four.run(errors_by_step, bits, [1.0, 1e5, 1e5, 1e5, 1.0, 1.0], of_all):
         assert first < 6 * usual
-        assert second < 1.5 * usual
+        assert second < 2 * usual
 
 
 def after_a_skipped_step(rank: int) -> tuple[list[bool], Tensor]:
