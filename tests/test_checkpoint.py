@@ -554,12 +554,34 @@ def said_of_other_nodes(rank: int, folder: str, n: int) -> str:
 
 def test_one_line_says_that_the_number_of_nodes_has_changed(four: Cluster, three: Cluster, tmp_path: Path) -> None:
     four.run(saved_models, str(tmp_path))
-    assert four.run(said_of_other_nodes, str(tmp_path), 4) == [""] * 4
+    assert four.run(said_of_other_nodes, str(tmp_path), 4) == [f"rumor.load: step-{STOP:08d} is loaded\n", "", "", ""]
     line = (
         f"rumor.load: step-{STOP:08d} of 4 nodes is loaded on 3: all nodes start from the mean of the saved models, node i takes the "
         "optimizer of saved node i, and the step count goes on. Random numbers and the rest of the method's state start anew\n"
     )
     assert three.run(said_of_other_nodes, str(tmp_path), 3) == [line, "", ""]
+
+
+def went_on_with_another_method(rank: int, folder: str) -> tuple[Tensor, int, str]:
+    model, averager, opt = parts("gossip_pga")
+    with pytest.raises(ValueError, match=r"this state is of GossipPGA\(.*Adaptive.* with another method"):
+        rumor.load(folder, averager, optimizer=opt)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert rumor.load(folder, averager, from_mean=True, optimizer=opt) == STOP
+    assert opt.state_dict()["state"]
+    assert averager.consensus_distance() < 1e-12
+    found = flat(model)
+    train(model, averager, opt, 0, 3)
+    averager.finish()
+    return found, averager.steps, said.getvalue()
+
+
+def test_a_run_goes_on_from_the_mean_with_another_method(four: Cluster, tmp_path: Path) -> None:
+    mean = four.run(saved_models, str(tmp_path))[0][0]
+    for rank, (model, steps, said) in enumerate(four.run(went_on_with_another_method, str(tmp_path))):
+        torch.testing.assert_close(model, mean)
+        assert steps == STOP + 3
+        assert ("of 4 nodes is loaded on 4: all nodes start from the mean" in said) == (rank == 0)
 
 
 def test_one_line_says_that_there_is_no_checkpoint(four: Cluster, tmp_path: Path) -> None:

@@ -245,6 +245,9 @@ def state_in_another_layout(rank: int) -> tuple[Tensor, Tensor]:
         for _ in range(2):
             if found:
                 state.load_state_dict({"bits": 4, "left_out": {"weight": found[0].contiguous()}})
+                for other in ({"bits": 8}, {"bits": 4, "rank": rank + 1}):
+                    with pytest.raises(ValueError, match=r"is of (bits=8, but here it is bits=4|rank=\d, but here it is rank=\d)"):
+                        state.load_state_dict({**other, "left_out": {}})
             else:
                 ddp(torch.randn(2, 3, 8, 8)).sum().backward()
         found.append(state.state_dict()["left_out"]["weight"])

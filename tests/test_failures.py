@@ -494,3 +494,16 @@ def dropped(rank: int) -> Tensor:
 def test_an_averager_may_be_dropped_without_finish(four: Cluster) -> None:
     once, again = four.run(dropped), four.run(dropped)
     assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def different_models(rank: int) -> str:
+    model = nn.Sequential(*(nn.Linear(3, 4 if i == 30 and rank == 2 else 3) for i in range(60)))
+    with pytest.raises(ValueError, match="ranks disagree on the model") as error:
+        rumor.Averager(model, rumor.gossip_pga(RING, 6))
+    return str(error.value)
+
+
+def test_of_large_models_only_what_differs_is_shown(four: Cluster) -> None:
+    for said in four.run(different_models):
+        assert len(said) < 600
+        assert re.search(r"rank 0 has \.\.\. .*30\.weight \[3, 3\].*rank 2 has \.\.\. .*30\.weight \[4, 3\]", said)

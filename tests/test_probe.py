@@ -257,8 +257,9 @@ def test_without_an_elastic_group_the_probe_says_why(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODEL.replace("import os", "import os; os.environ['MASTER_ADDR'] = 'nowhere.invalid'\nimport os"))
     done = probe(2, ["--model", "mine.py:build", "--repeats", "1", "--timeout", "6s"], tmp_path)
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("left out")]
-    assert line.startswith("left out: the elastic group: ")
+    ddp, elastic = [line for line in done.stdout.splitlines() if line.startswith("left out")]
+    assert ddp.startswith("left out: DDP: step() takes no model. Let build() return a step(model)")
+    assert elastic.startswith("left out: the elastic group: ")
     found = json.loads((tmp_path / "probe.json").read_text())
     assert found["elastic"] == {}
     assert len(found["steps"]) == 4

@@ -44,7 +44,7 @@ def test_names() -> None:
         (rumor.cost.predict, "n workload network H=None H_init=4 H_max=64 topologies=None bits=32"),
         (rumor.cost.recommend, "n workload network H=None max_period=None iid=False bits=4"),
         (rumor.save, "folder averager position=None keep=2 others"),
-        (rumor.load, "folder averager step=None others"),
+        (rumor.load, "folder averager step=None from_mean=False others"),
         (rumor.Averager, "model algorithm group=None local_group=None lazy=False rescue=None optimizer=None average_state=None"),
         (rumor.Averager.step, "self loss=None lr=None"),
         (rumor.Simulator, "model algorithm n=None vmap=True"),

@@ -237,12 +237,19 @@ class DDPHookState:
         if parts.keys() - {id(p) for p in named.values()}:
             raise ValueError("model= of ddp_hook_state() is another model than DDP trains: give it the model in DDP")
         left_out = {name: _in_shape_of(p, parts[id(p)]).clone() for name, p in named.items() if id(p) in parts}
-        return {"bits": self.bits, "left_out": left_out}
+        return {"bits": self.bits, "rank": self._transport.rank, "ranks": self._transport.n, "left_out": left_out}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`, which this rank has saved."""
         if not isinstance(state, dict) or not isinstance(state.get("left_out"), dict):
             raise ValueError(f"this is not a state of rumor.ddp_hook: load what state_dict() returned, got {type(state).__name__}")
+        own = {"bits": self.bits, "rank": self._transport.rank, "ranks": self._transport.n}
+        for what, value in own.items():
+            if state.get(what, value) != value:
+                raise ValueError(
+                    f"this state of rumor.ddp_hook is of {what}={state[what]}, but here it is {what}={value}: each rank loads its own, and "
+                    "with other ranks or bits it starts without one"
+                )
         named = self._named_parameters("load_state_dict()")
         for name, saved in state["left_out"].items():
             if name not in named or _count(named[name]) != saved.numel():

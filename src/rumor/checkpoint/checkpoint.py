@@ -106,7 +106,7 @@ def _wait_for_files(averager: Averager, folder: Path, name: str) -> None:
 
 
 @rest_by_name(_call("load"))
-def load(folder: str | Path, averager: Averager, *, step: int | None = None, **others: Stateful) -> Any:
+def load(folder: str | Path, averager: Averager, *, step: int | None = None, from_mean: bool = False, **others: Stateful) -> Any:
     """Continue from the latest checkpoint in `folder`, and return its `position`.
 
     If the folder is empty or missing, return None and change nothing; rank 0 then prints a line. A folder with other contents, or a file,
@@ -114,13 +114,15 @@ def load(folder: str | Path, averager: Averager, *, step: int | None = None, **o
 
     With as many nodes as it was saved with, the rest of the run is bitwise equal to one that was not interrupted. With more or fewer nodes,
     every node starts from the mean of the saved models, with the optimizer of one of the saved nodes, and the schedule goes on where it
-    was; rank 0 prints a line that says so. A collective. Files are read as tensors and plain values: code in them is never run. A
+    was. With from_mean=True they do so in any case; the method may then be another one. Rank 0 prints a line that says what is loaded.
+    A collective. Files are read as tensors and plain values: code in them is never run. A
     checkpoint that does not fit is refused on all ranks, before anything is changed.
 
     Args:
         folder: the folder that was given to save().
         averager: an Averager with the same model and method; its model is loaded, too.
         step: load the checkpoint after this many steps, instead of the latest.
+        from_mean: start all nodes from the mean of the saved models, also with the same number of nodes.
         others: everything else that was saved, by the same names.
 
     In an elastic group, a node that joins a job under way has the members' state already: this then returns its step, and reads nothing.
@@ -132,11 +134,11 @@ def load(folder: str | Path, averager: Averager, *, step: int | None = None, **o
     _check_stateful(others)
     if averager.is_elastic and averager.steps > 0:
         return averager.steps  # it has joined a job that is under way, and has the members' state
-    position = averager.together(partial(_load, Path(folder), averager, step, others), rejoins=True)
+    position = averager.together(partial(_load, Path(folder), averager, step, from_mean, others), rejoins=True)
     return averager.steps if position is None and averager.is_elastic and averager.steps > 0 else position
 
 
-def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, Stateful]) -> Any:
+def _load(folder: Path, averager: Averager, step: int | None, from_mean: bool, others: dict[str, Stateful]) -> Any:
     _compare_names(averager, folder, "looking for a checkpoint")
     entry = by_all(averager, partial(find_entry, folder, step), "looking for a checkpoint")
     found = "none" if entry is None else f"{entry['name']} of {_nodes(entry['nodes'])}"
@@ -146,17 +148,19 @@ def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, 
         if is_first:
             print(f"rumor.load: no checkpoint in {folder} yet, nothing is loaded", file=sys.stderr, flush=True)
         return None
-    state = by_all(averager, partial(_state_for, averager, folder, entry, others), "reading a checkpoint")
+    from_mean = from_mean or entry["nodes"] != averager.engine.n
+    state = by_all(averager, partial(_state_for, averager, folder, entry, from_mean, others), "reading a checkpoint")
     averager.settle()  # what a lazy step left in flight belongs to the old model
     averager.model.load_state_dict(state["model"])
-    if entry["nodes"] == averager.engine.n:
-        averager.load_state_dict(state["averager"])
-        restore_random(state["random"], averager.replica.device)
-    else:
+    if from_mean:
         with ordinary_tensors():
             averager.replica.continue_schedule(state["averager"])
-        if is_first:
-            print(f"rumor.load: {_with_other_nodes(entry, averager, others)}", file=sys.stderr, flush=True)
+    else:
+        averager.load_state_dict(state["averager"])
+        restore_random(state["random"], averager.replica.device)
+    if is_first:
+        said = _with_other_nodes(entry, averager, others) if from_mean else f"{entry['name']} is loaded"
+        print(f"rumor.load: {said}", file=sys.stderr, flush=True)
     for name, other in others.items():
         other.load_state_dict(state["others"][name])
     if is_first and (left_out := sorted(set(state["others"]) - set(others))):
@@ -168,7 +172,7 @@ def _load(folder: Path, averager: Averager, step: int | None, others: dict[str, 
 
 
 def _with_other_nodes(entry: dict[str, Any], averager: Averager, others: Collection[str]) -> str:
-    """Say what becomes of a checkpoint of another number of nodes."""
+    """Say what becomes of a checkpoint that all nodes start from the mean of, as with another number of nodes."""
     was, n = entry["nodes"], averager.engine.n
     what = " and ".join(others)
     if n == 1:
@@ -229,8 +233,8 @@ def _check_stateful(others: dict[str, Stateful]) -> None:
             raise TypeError(f"{name}= needs state_dict() and load_state_dict(), as optimizers have them: {type(other).__name__} has none")
 
 
-def _state_for(averager: Averager, folder: Path, entry: dict[str, Any], others: dict[str, Stateful]) -> dict[str, Any]:
-    """Read this rank's own state. With another number of nodes, read that of one node, with the mean of all saved models."""
+def _state_for(averager: Averager, folder: Path, entry: dict[str, Any], from_mean: bool, others: dict[str, Stateful]) -> dict[str, Any]:
+    """Read this rank's own state. With from_mean=True, read that of one node, with the mean of all saved models."""
     replica = averager.replica
     if (was := entry["ranks_of_a_node"]) != (now := replica.node.size):
         ranks = f"{was} rank{'s' * (was > 1)} a node"
@@ -241,8 +245,12 @@ def _state_for(averager: Averager, folder: Path, entry: dict[str, Any], others: 
     state = read(path)
     _check_model(averager, state["model"], path)
     _check_others(state, others, path)
-    if nodes == averager.engine.n:
-        replica.check_state(state["averager"])
+    if not from_mean:
+        try:
+            replica.check_state(state["averager"])
+        except ValueError as error:
+            instead = "rumor.load(..., from_mean=True) starts all nodes from the mean of the saved models, also with another method"
+            raise ValueError(f"{path}: {error}. {instead}") from error
     else:
         models = [state["model"] if other == path else read(other)["model"] for other in paths]
         state["model"] = _mean_of(models, dict(averager.model.named_parameters()), path.parent)

@@ -125,9 +125,11 @@ class _Progress:
 
 
 def _page(options: argparse.Namespace, prepared: Prepared, results: Sequence[Result]) -> str:
-    about = f"{options.nodes} processes, digits split by label, {options.steps} steps, {prepared.topology.name}, H = {options.H}."
+    about = [f"{options.nodes} processes", "digits split by label", f"{options.steps} steps"]
+    short = {method.name for method in prepared.methods if "(" not in method.name}  # the others name their own topology and H
+    about += [prepared.topology.name] * bool(short - {"parallel_sgd", "local_sgd"}) + [f"H = {options.H}"] * bool(short & set(WITH_H))
     parts = [
-        paragraph(about) + "\n" + paragraph(_how_timed(prepared.link)),
+        paragraph(", ".join(about) + ".") + "\n" + paragraph(_how_timed(prepared.link)),
         _table(results),
         *map(paragraph, _verdict(results)),
         paragraph(_what_the_columns_are(options.steps)),

@@ -280,6 +280,8 @@ def _note_on_unmeasured_ddp(compared: Comparison) -> list[str]:
     parallel, best = (compared.plain or compared).parallel, compared.best
     if takes_parallel(compared) and compared.plain is None:  # DDP itself is recommended
         return []
+    if best.is_measured and not parallel.is_measured:
+        return ["DDP was not timed, so this may be slower: let the probe's step() take the model, and probe again"]
     if parallel.is_measured or not parallel.seconds > (1 + WORTH_IT) * best.seconds >= parallel.seconds_overlapped:
         return []
     return [

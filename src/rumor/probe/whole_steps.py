@@ -32,6 +32,9 @@ DDP, CODED_DDP = "DDP", f"DDP, {FEWEST_BITS} bits"
 Step = Callable[..., object]  # step() or step(model) runs one forward, backward and optimizer step
 
 
+NO_MODEL = "step() takes no model. Let build() return a step(model), which trains the model that it is given, and probe again"
+
+
 def takes_model(step: Step) -> bool:
     """Whether `step` can be called as step(model)."""
     return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in inspect.signature(step).parameters.values())
@@ -54,7 +57,7 @@ def time_whole_steps(timer: Timer, model: nn.Module, step: Step, probe: Probe, t
         coded_ddp={FEWEST_BITS: timings[CODED_DDP]} if CODED_DDP in timings else {},
         steps={name: timings[name] for name in contestants if name.startswith("gossip_pga")},
         elastic={} if problem else {elastic: timings[_elastic(elastic)]},
-        left_out={"the elastic group": problem} if problem else {},
+        left_out=({} if DDP in timings else {"DDP": NO_MODEL}) | ({"the elastic group": problem} if problem else {}),
     )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from rumor.engines.processes import liveness
 from rumor.engines.processes.transport import Transport, last_engine
 
+LONG = 400  # characters of a value that is shown as it is
+
 
 def agree(
     transport: Transport, setup: dict[str, str], problem: Exception | None = None, own: Sequence[liveness.Address | None] = ()
@@ -44,4 +46,15 @@ def check_same(values: Sequence[dict[str, str]]) -> None:
     for rank, theirs in enumerate(values):
         for what, value in theirs.items():
             if value != (first := values[0].get(what)):
-                raise ValueError(f"ranks disagree on the {what}: rank 0 has {first}, rank {rank} has {value}")
+                here, there = _shortened(str(first), value)
+                raise ValueError(f"ranks disagree on the {what}: rank 0 has {here}, rank {rank} has {there}")
+
+
+def _shortened(one: str, other: str) -> tuple[str, str]:
+    """Return two texts as they are, or, if they are long, the part around the place where they begin to differ."""
+    if max(len(one), len(other)) <= LONG:
+        return one, other
+    differs = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start, end = max(0, differs - LONG // 8), differs + LONG // 4
+    here, there = ("... " * (start > 0) + text[start:end] + " ..." * (end < len(text)) for text in (one, other))
+    return here, there
