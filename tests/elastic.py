@@ -105,6 +105,8 @@ def node(address: str, name: str, folder: str, options: dict[str, Any]) -> None:
             opt.step()
             model.c += own
             time.sleep(options.get("pause", 0.01) * (10 if k >= slow_from else 1))
+            if k == options.get("nan_at"):
+                model.a.data.fill_(math.nan)
             if k == hangs_at:
                 time.sleep(600)  # the thread of its link goes on
             is_global = averager.replica.runner.is_next_global

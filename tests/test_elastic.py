@@ -151,6 +151,17 @@ def test_a_slow_or_hung_node_is_dropped_where_asked(tmp_path: Path, fault: dict[
         assert survivors_kept_their_steps(job, "ab")
 
 
+def test_a_model_that_is_not_finite_is_called_by_its_name_on_all_nodes(tmp_path: Path) -> None:
+    with Job(tmp_path, steps=200) as job:
+        job.start("c", nan_at=10)
+        job.begin("a", "b")
+        for name in "abc":
+            said = tmp_path / f"{name}.err"
+            job.wait(lambda said=said: "Traceback" in said.read_text(), f"{name} stops")  # type: ignore[misc]
+            job.nodes[name].join(30)
+            assert "FloatingPointError: the model of node c was not finite" in said.read_text()
+
+
 def test_training_goes_on_without_the_coordinator_and_newcomers_come_in_when_it_is_back(tmp_path: Path) -> None:
     with Job(tmp_path, steps=400) as job:
         job.begin("a", "b", "c")

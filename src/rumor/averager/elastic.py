@@ -307,6 +307,7 @@ class Elastic:
     def _attach(self, gloo: GlooGroup, own: dict[str, Any] | None) -> None:
         """Bind the method to the members that there are now."""
         engine = ProcessGroup(gloo, metrics=self._metrics)
+        engine.alarm.names = self.members
         self._metrics.waited_for.clear()
         self._tag = engine.transport.new_tag()
         self._replica.attach(engine, LocalGroup(engine), self._algorithm.bind(engine.n), broadcast=False)

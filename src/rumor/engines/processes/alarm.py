@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +20,13 @@ from rumor.engines.processes.message import Message, out_of_step
 
 
 class Alarm:
-    """The earliest alarm (k * n + node) that this node knows of; infinity if there is none."""
+    """The earliest alarm (k * n + node) that this node knows of; infinity if there is none.
+
+    Attributes:
+        names: of the nodes, for errors, if they have any.
+    """
+
+    names: Sequence[str] = ()
 
     def __init__(self, n: int):
         self.n = n
@@ -61,8 +68,9 @@ class Alarm:
 
     def error(self, alarm: float) -> FloatingPointError:
         k, node = divmod(int(alarm), self.n)
+        name = self.names[node] if self.names else node
         return FloatingPointError(
-            f"the model of node {node} was not finite (NaN or Inf) when it was sent at step {k}; it did not spread, and all ranks "
+            f"the model of node {name} was not finite (NaN or Inf) when it was sent at step {k}; it did not spread, and all ranks "
             "stop here: go back to the last checkpoint, with a lower learning rate or clipped gradients"
         )
 
