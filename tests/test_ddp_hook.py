@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rumor
+from rumor.model.ddp_layout import in_order_of
 from tests import warm
 from tests.cluster import Cluster
 from tests.problems import N, batches, flat, loss_fn, network
@@ -325,7 +326,7 @@ def order_of_buckets(rank: int) -> list[bool]:
         ddp = DistributedDataParallel(conv)
         ddp.register_comm_hook(None, lambda _, bucket, seen=seen: record(bucket, seen))
         ddp(torch.randn(2, 3, 8, 8)).sum().backward()
-        found.append(torch.equal(rumor.ddp._in_order_of(conv.weight, conv.weight.grad.contiguous()), seen[0]))
+        found.append(torch.equal(in_order_of(conv.weight, conv.weight.grad.contiguous()), seen[0]))
     return found
 
 

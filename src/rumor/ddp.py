@@ -22,7 +22,6 @@ encoded, and multiplied by them afterwards:
 # DDP compares the annotations of a hook with its own types, so they must not be strings: no `from __future__ import annotations` here
 import math
 import threading
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,7 +37,7 @@ from rumor.engines.processes.channel import CodeMemory, Scratch
 from rumor.engines.processes.coded_mean import CodedMean, Shares
 from rumor.engines.processes.transport import GradBucket, Group, Transport, shared_group_like
 from rumor.metrics import Metrics
-from rumor.model.tensors import as_real
+from rumor.model.ddp_layout import count, in_order_of, in_shape_of, parts_of
 from rumor.version import VERSION
 
 DOING = "averaging gradients"
@@ -77,12 +76,12 @@ class _Memory:
     def parts(self) -> dict[int, Tensor]:
         """Return what was left out of each parameter's gradients, by its id."""
         left_out = self.left_out if self.scales is None else self.left_out * self.scales
-        return dict(zip(map(id, self._parameters), _parts(left_out, self._parameters), strict=True))
+        return dict(zip(map(id, self._parameters), parts_of(left_out, self._parameters), strict=True))
 
     def take_over(self, parts: dict[int, Tensor]) -> None:
         """Go on from what was left out of each parameter's gradients; nothing, if `parts` does not have it."""
         self.left_out.zero_()
-        for parameter, part in zip(self._parameters, _parts(self.left_out, self._parameters), strict=True):
+        for parameter, part in zip(self._parameters, parts_of(self.left_out, self._parameters), strict=True):
             if (before := parts.pop(id(parameter), None)) is not None:
                 part.copy_(before)
         if self.scales is not None:
@@ -99,7 +98,7 @@ class _Memory:
         if not known:  # before the first step
             return
         usual = torch.cat(known).mean()  # for parameters that are not trained, or that another optimizer trains
-        squares = [usual.expand(_count(p)) if v is None else v for p, v in zip(self._parameters, found, strict=True)]
+        squares = [usual.expand(count(p)) if v is None else v for p, v in zip(self._parameters, found, strict=True)]
         scales = scales_of(torch.cat(squares)).to(self.left_out)
         self.left_out.mul_(scales.reciprocal() if self.scales is None else self.scales / scales)
         weights = torch.linspace(1, 2, len(scales), dtype=torch.float64, device=scales.device)
@@ -236,7 +235,7 @@ class DDPHookState:
         named = self._named_parameters("state_dict()")
         if parts.keys() - {id(p) for p in named.values()}:
             raise ValueError("model= of ddp_hook_state() is another model than DDP trains: give it the model in DDP")
-        left_out = {name: _in_shape_of(p, parts[id(p)]).clone() for name, p in named.items() if id(p) in parts}
+        left_out = {name: in_shape_of(p, parts[id(p)]).clone() for name, p in named.items() if id(p) in parts}
         return {"bits": self.bits, "rank": self._transport.rank, "ranks": self._transport.n, "left_out": left_out}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -252,10 +251,10 @@ class DDPHookState:
                 )
         named = self._named_parameters("load_state_dict()")
         for name, saved in state["left_out"].items():
-            if name not in named or _count(named[name]) != saved.numel():
-                there = "no such parameter" if name not in named else f"{_count(named[name])} numbers"
+            if name not in named or count(named[name]) != saved.numel():
+                there = "no such parameter" if name not in named else f"{count(named[name])} numbers"
                 raise ValueError(f"this state has {saved.numel()} numbers of {name}, but the model here has {there}")
-        self._waiting = {id(named[name]): _in_order_of(named[name], saved) for name, saved in state["left_out"].items()}
+        self._waiting = {id(named[name]): in_order_of(named[name], saved) for name, saved in state["left_out"].items()}
         for memory in self._memories.values():  # the other ranks keep theirs, and all must have the same messages
             memory.take_over(self._waiting)
 
@@ -319,38 +318,8 @@ def _second_moment(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tenso
         raise ValueError(
             f"optimizer= is for Adam and its like, which keep second moments (exp_avg_sq), but {kind} keeps {kept}: leave it out"
         )
-    return _in_order_of(parameter, state["exp_avg_sq"]) if state else None
+    return in_order_of(parameter, state["exp_avg_sq"]) if state else None
 
 
 def _norm(x: Tensor, order: float = 2.0) -> float:
     return float(torch.linalg.vector_norm(x, order, dtype=accumulator(x.dtype)))
-
-
-def _count(parameter: Tensor) -> int:
-    """Number of real numbers of a parameter. DDP's buckets hold a complex one as two."""
-    return as_real(parameter).numel()
-
-
-def _order_of(real: Tensor) -> list[int]:
-    """Return the order of dimensions in which DDP's buckets hold a gradient: that in memory, if the parameter has no gaps there."""
-    shape, strides = real.shape, real.stride()
-    has_gaps = real.numel() != 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return list(range(real.dim())) if has_gaps else sorted(range(real.dim()), key=lambda i: -strides[i])
-
-
-def _in_order_of(parameter: Tensor, state: Tensor) -> Tensor:
-    """Return numbers that belong to a parameter's, such as an optimizer's state, in the order of DDP's buckets."""
-    real = as_real(parameter)
-    return as_real(state).reshape(real.shape).permute(_order_of(real)).reshape(-1)
-
-
-def _in_shape_of(parameter: Tensor, part: Tensor) -> Tensor:
-    """Return the part of a parameter in a bucket in the parameter's own shape: the reverse of `_in_order_of`."""
-    real = as_real(parameter)
-    order = _order_of(real)
-    return part.view([real.shape[i] for i in order]).permute([order.index(i) for i in range(real.dim())])
-
-
-def _parts(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Return the part of each parameter in a bucket."""
-    return list(torch.split(flat, list(map(_count, parameters))))
