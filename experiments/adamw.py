@@ -38,6 +38,7 @@ from rumor.ddp import REFRESHED, limit_left_out, scales_of
 from rumor.methods import Algorithm
 from rumor.model.optimizer_state import AverageState
 from text.gpt import EVALUATED, GPT, check_text, held_out_loss, last_start, load_text, loss_of, lr_at, read, sequences, write
+from text.lamb import Lamb
 from text.train import optimizer as lamb
 
 RESULTS = Path(__file__).parent / "results" / "adamw.csv"
@@ -141,7 +142,8 @@ class Gradients:
 
     def _refresh_scales(self) -> None:
         """Do what `rumor.ddp_hook` does. Second moments are the same on all nodes."""
-        scales = scales_of(torch.cat([self._opt.state[leaf]["exp_avg_sq"][0].flatten() for leaf in self._leaves]))
+        name = "v" if isinstance(self._opt, Lamb) else "exp_avg_sq"
+        scales = scales_of(torch.cat([self._opt.state[leaf][name][0].flatten() for leaf in self._leaves]))
         self._left_out.mul_(self._scales / scales)
         self._scales = scales
 
