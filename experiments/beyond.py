@@ -265,6 +265,7 @@ def choosing(text: str) -> str:
         "bits": lambda: adamw.bits_table({name: gpt_rows(name) for name in adamw.OPTIMIZERS}),
         "adamw": lambda: _adamw(nodes=4),
         "adamw-8": lambda: _adamw(nodes=8),
+        "lamb": lambda: adamw.table(gpt_rows("lamb")),
         "hooks": lambda: ddp_hooks.table(read(ddp_hooks.RESULTS)),
     }
     return tables.filled_in(text, lambda word: made[word]())
