@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 import rumor
+from rumor.membership.coordinator import Coordinator
 from rumor.membership.limits import (
     DROPPED_FIRST,
     FAILURES,
@@ -21,7 +23,7 @@ from rumor.membership.limits import (
     STUCK,
 )
 from rumor.membership.member import Member, difference, limit_of, shortened, silence_of
-from rumor.membership.protocol import LONGEST_LINE, PROTOCOL, decode, encode, parse_address
+from rumor.membership.protocol import LONGEST_LINE, PROTOCOL, Address, decode, encode, parse_address
 from rumor.membership.roster import Roster
 
 BEGIN = max(START_GRACE, JOIN_WINDOW)
@@ -548,3 +550,16 @@ def test_a_job_that_has_just_begun_elsewhere_takes_over_the_one_that_has_come_fu
     room.hello("c", 9, ("c",), k=20, lineage="other")
     assert "went on without it" in room.last("c", "dropped")["why"]  # type: ignore[index]
     assert room.last("a", "dropped") is None
+
+
+def test_a_coordinator_may_exit_once_the_job_has_ended() -> None:
+    """A node that is still there keeps it, and so does a job that has not ended."""
+    coordinator = Coordinator(Address("127.0.0.1", 0), log=lambda _: None, exit_after=0.3)
+
+    async def served(seconds: float) -> None:
+        await asyncio.wait_for(coordinator.serve(), seconds)
+
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(served(1.0))
+    coordinator.roster.over_at = 7
+    asyncio.run(served(20.0))

@@ -12,6 +12,7 @@ import sys
 import time
 from typing import Any
 
+from rumor.cli.units import seconds
 from rumor.membership.coordinator import Coordinator
 from rumor.membership.protocol import PORT, Address, parse_address
 
@@ -24,6 +25,9 @@ def add_coordinator(commands: Any) -> None:
     parser = commands.add_parser("coordinator", help="let the nodes of a job come and go", description=DESCRIPTION)
     parser.add_argument("--bind", default=f"0.0.0.0:{PORT}", metavar="HOST:PORT", help="where to listen (default: %(default)s)")
     parser.add_argument("--min-nodes", type=int, default=1, help="nodes that must be there for training to go on (default: %(default)s)")
+    parser.add_argument(
+        "--exit-after", type=seconds, metavar="TIME", help="exit so long after the job has ended (60s, say; by default it stays)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -31,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     if options.min_nodes < 1:
         raise ValueError(f"--min-nodes must be at least 1, got {options.min_nodes}")
     bind = parse_address(options.bind)
-    coordinator, listening = Coordinator(bind, options.min_nodes, say), asyncio.Event()
+    coordinator, listening = Coordinator(bind, options.min_nodes, say, options.exit_after), asyncio.Event()
 
     async def serve() -> None:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()

@@ -36,25 +36,29 @@ class Coordinator:
         bind: where to listen. Port 0 takes a free one, which `address` tells.
         min_nodes: how many nodes there must be for training to begin, and to go on after a loss.
         log: prints one line.
+        exit_after: stop so many seconds after the job has ended and its nodes are gone. If None, stay, and tell late nodes that it has.
     """
 
-    def __init__(self, bind: Address, min_nodes: int = 1, log: Log = print):
-        self._bind, self._log = bind, log
+    def __init__(self, bind: Address, min_nodes: int = 1, log: Log = print, exit_after: float | None = None):
+        self._bind, self._log, self._exit_after = bind, log, exit_after
         self._connections: dict[str, _Connection] = {}  # by uid
         self.roster = Roster(self._send, log, min_nodes)
         self.address = bind
         self._is_stopping = False
 
     async def serve(self, started: Callable[[Address], object] = lambda _: None) -> None:
-        """Run until cancelled."""
+        """Run until cancelled, or until the job has ended, if `exit_after` is given."""
         server = await asyncio.start_server(self._serve_one, self._bind.host, self._bind.port, limit=LONGEST_LINE)
         host, port = server.sockets[0].getsockname()[:2]
         self.address = Address(host, port)
         started(self.address)
+        last_needed = time.monotonic()
         try:
-            while True:
+            while self._exit_after is None or time.monotonic() - last_needed < self._exit_after:
                 self.roster.tick(time.monotonic())
                 self._close_lost()
+                if self.roster.over_at is None or self.roster.nodes:
+                    last_needed = time.monotonic()
                 await asyncio.sleep(TICK)
         finally:
             self._stop()
