@@ -540,6 +540,28 @@ def test_weights_of_codes_sum_to_zero(topology: rumor.Topology) -> None:
     assert len(_negated_sum([0.5])) == len(_negated_sum([1 / 3, 1 / 3])) == 1, "one is enough where it is exact: each takes time"
 
 
+def differences_to_the_simulator(rank: int, bits: int) -> float:
+    """The largest one, in float64, over some averages of models that move."""
+    model, method = nn.Linear(1000, 4, bias=False).double(), rumor.local_sgd(H=1, bits=bits)
+    nn.init.zeros_(model.weight)
+    sim, averager, worst = rumor.Simulator(model, method, n=5), rumor.Averager(model, method), 0.0
+    (leaf,) = sim.parameters()
+    for k in range(12):
+        moves = torch.randn(5, 4, 1000, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+        leaf.data.add_(moves)
+        model.weight.data.add_(moves[rank])
+        sim.step()
+        averager.step()
+        worst = max(worst, (leaf[rank] - model.weight).abs().max().item())
+    return worst
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+def test_engines_agree_on_averages_of_five_nodes(five: Cluster, bits: int) -> None:
+    """1/5 is not exact, so an average depends on the order of its sum."""
+    assert max(five.run(differences_to_the_simulator, bits)) < 1e-12
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------------------------
 
 # docs/algorithms.md, "bits": copies of the parameters that a rank keeps, with 4 nodes and one neighbour at a time

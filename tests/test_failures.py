@@ -301,7 +301,12 @@ def poisoned_statistics(rank: int, how: str) -> tuple[str, bool]:
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     model.register_buffer("mask", torch.full((3,), torch.finfo(torch.float32).min))  # as large as it may be, and finite
     averager = rumor.Averager(
-        model, {"osgp": rumor.osgp(RING), "delayed": rumor.gossip_pga(RING, 4, delay=1)}.get(how, rumor.gossip_pga(RING, 4))
+        model,
+        {
+            "osgp": rumor.osgp(RING),
+            "delayed": rumor.gossip_pga(RING, 4, delay=1),
+            "4 bits": rumor.gossip_pga(RING, 4, bits=4),
+        }.get(how, rumor.gossip_pga(RING, 4)),
     )
     try:
         for step in range(12):
@@ -316,7 +321,7 @@ def poisoned_statistics(rank: int, how: str) -> tuple[str, bool]:
     raise AssertionError("no error")
 
 
-@pytest.mark.parametrize(("how", "sent_at"), [("step()", 7), ("delayed", 7), ("averaged()", 0), ("osgp", 0)])
+@pytest.mark.parametrize(("how", "sent_at"), [("step()", 7), ("4 bits", 7), ("delayed", 7), ("averaged()", 0), ("osgp", 0)])
 def test_buffers_that_are_no_longer_finite_do_not_spread(brittle: Cluster, how: str, sent_at: int) -> None:
     for rank, (text, is_finite) in enumerate(brittle.run(poisoned_statistics, how)):
         assert f"the model of node 2 was not finite (NaN or Inf) when it was sent at step {sent_at};" in text

@@ -302,3 +302,18 @@ def test_a_ring_of_ten_thousand_nodes_is_practical() -> None:
         opt.zero_grad()
         sim.step(losses)
     assert sim.consensus_distance() < 1e-9
+
+
+class Interleaved(nn.Module):
+    """Parameters whose dtypes take turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, dtype in enumerate((torch.float32, torch.float64, torch.float32)):
+            self.register_parameter(f"p{i}", nn.Parameter(torch.full((i + 1,), float(i), dtype=dtype)))
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_the_mean_model_has_each_parameter_in_its_place(bits: int) -> None:
+    sim = rumor.Simulator(Interleaved(), rumor.gossip_pga(rumor.ring(3), H=2, bits=bits))
+    assert [p.tolist() for p in sim.mean_model().parameters()] == [[0.0], [1.0, 1.0], [2.0, 2.0, 2.0]]

@@ -12,6 +12,7 @@ from torch.func import vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from rumor.engines import NO_BUCKETS, Buckets, PackedBuckets, Stacked, StackedBuckets
+from rumor.engines.stacked import alike
 from rumor.methods.algorithm import Algorithm, Step, check_algorithm
 from rumor.methods.runner import Runner
 from rumor.metrics import Metrics
@@ -279,6 +280,8 @@ class Simulator:
         floats = [b for b in module.buffers() if is_averaged(b)]
         for tensors, means in zip((trained, floats), self._runner.mean(), strict=True):
             own = [as_real(tensor) for tensor in tensors]
+            if tensors is trained and self._runner.algorithm.bits < 32:  # as PackedBuckets has them
+                own = [tensor for group in alike(own) for tensor in group]
             mean = [message.wait().x.reshape(-1) for message in means]
             for tensor, part in zip(own, torch.split(torch.cat(mean), [t.numel() for t in own]) if mean else (), strict=True):
                 tensor.copy_(part.view(tensor.shape))

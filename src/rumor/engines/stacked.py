@@ -25,7 +25,7 @@ from rumor.engines.engine import (
     sum_of_squares,
     tensor_of,
 )
-from rumor.engines.owners import owned_by_each
+from rumor.engines.stacked_codes import coded_means
 from rumor.metrics import Metrics
 from rumor.topology import Topology
 from rumor.topology.matrix import Matrix
@@ -81,6 +81,12 @@ class StackedBuckets:
             x.lerp_(end.to(x.dtype).expand_as(x), weight)
 
 
+def alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors by their dtype, in the order of the first of each. Those without numbers are left out."""
+    tensors = [x for x in tensors if x.numel()]
+    return [[x for x in tensors if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in tensors)]
+
+
 class PackedBuckets:
     """Stacked tensors [..., n, d_b] as one bucket [..., n, d] for each dtype.
 
@@ -94,8 +100,7 @@ class PackedBuckets:
 
     def rebind(self, tensors: Sequence[Tensor]) -> None:
         """Use other tensors of the same shapes and dtypes from now on."""
-        tensors = [x for x in tensors if x.numel()]
-        self._alike = [[x for x in tensors if x.dtype == dtype] for dtype in dict.fromkeys(x.dtype for x in tensors)]
+        self._alike = alike(tensors)
 
     def __len__(self) -> int:
         return len(self._alike)
@@ -190,7 +195,7 @@ class Stacked:
         if bits == 32 or self.n == 1:  # one node alone sends nothing, so it need not round
             return [_Mean(x, None if place else scalars) for place, x in enumerate(tensors)]
         mean_of_scalars = NO_SCALARS if scalars is None else scalars.mean(dim=-2, keepdim=True)
-        means = _coded_means(tensors, left_out, bits)
+        means = coded_means(tensors, left_out, bits)
         return [Arrived(Mixed(mean, NO_SCALARS if place else mean_of_scalars)) for place, mean in enumerate(means)]
 
     def self_weight(self, topology: Topology, k: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -322,25 +327,3 @@ class _Mean(Pending):
 def _nbytes(x: Tensor, bits: int) -> int:
     """Number of bytes of one node's message."""
     return x.shape[-1] * x.element_size() if bits == 32 else CODES[bits].nbytes(x.shape[-1])
-
-
-def _coded_means(xs: Sequence[Tensor], left_out: Sequence[Tensor], bits: int) -> list[Tensor]:
-    """Average `xs` + `left_out` [..., n, d] as real processes do with codes.
-
-    Each node sends its code of every block to the owner of that block. The owner averages, and sends its code of the mean to all.
-    What this rounds off the mean, the owner has left out, n times because the next average divides it by n.
-    """
-    code, means, n = CODES[bits], [], xs[0].shape[-2]
-    shares = owned_by_each([x.shape[-1] for x in xs], n)
-    for b, (x, rest) in enumerate(zip(xs, left_out, strict=True)):
-        rest += x
-        sent = code.round_trip(rest.clone())
-        rest -= sent
-        exact = sent.mean(dim=-2, keepdim=True)  # [..., 1, d]
-        mean = code.round_trip(exact.clone())
-        means.append(mean)
-        rounded_off = exact.sub_(mean).mul_(n)
-        for owner, share in enumerate(shares):
-            for _, start, end in (owned for owned in share if owned.bucket == b):
-                rest[..., owner, start:end] += rounded_off[..., 0, start:end]
-    return means

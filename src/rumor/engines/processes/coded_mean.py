@@ -6,6 +6,7 @@ all. So 2 (n - 1)/n codes of the model leave a node, and all nodes end with bitw
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -121,6 +122,7 @@ class CodedMean:
         self._means: list[Work] = []  # of the second
         self._help: Future[None] | None = None
         self._mean_of_scalars: Tensor | None = None  # once the average has arrived
+        self._first = torch.full((1,), math.inf, dtype=torch.float64)  # the earliest alarm in the messages
         self.is_alarmed = False
 
     def post(self) -> None:
@@ -166,9 +168,11 @@ class CodedMean:
                 self.transport.heard_news |= message.tells_news()
             self.transport.wait(self._means, self.doing, tag=self.shares.tags[1])
             self._mean_of_scalars = self._average_scalars()
-            self.is_alarmed = float(self.alarm.is_known()) > 0  # by all nodes alike: each has heard all
+            # what all nodes have heard alike: this node may know more by now, from what it has sent since
+            self._first = torch.stack([message.head[1:2] for message in self.shares.inbox]).amin(dim=0)
+            self.is_alarmed = float(self._first) < math.inf
         if self.is_alarmed:
-            first = self.alarm.as_tensor()
+            first = self._first
             if self.raises:
                 raise self.alarm.error(float(first))
             self.alarm.settle(first)
