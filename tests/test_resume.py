@@ -130,3 +130,31 @@ def test_a_foreign_state_is_refused() -> None:
     with pytest.raises(ValueError, match="this state is of another model: its parameters are"):
         larger.load_state_dict(sims[1].state_dict())
     assert N == 4
+
+
+def of_two_dtypes(rank: int) -> list[Tensor]:
+    """The model after three steps with relayed messages, whole and resumed after the first."""
+    ends = []
+    for is_resumed in (False, True):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(64, 1), nn.Linear(64, 1).bfloat16()])
+        method = rumor.gossip_pga(rumor.ring, H=2, delay=1, average_rounds=2)
+        averager = rumor.Averager(model, method)
+        for k in range(3):
+            for p in model.parameters():
+                p.data.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(rank)))
+            averager.step()
+            if is_resumed and k == 0:
+                saved, before = averager.state_dict(), [p.data.clone() for p in model.parameters()]
+                averager = rumor.Averager(model, method)
+                for p, value in zip(model.parameters(), before, strict=True):
+                    p.data.copy_(value)
+                averager.load_state_dict(saved)
+        ends.append(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
+        averager.finish()
+    return ends
+
+
+def test_a_model_of_two_dtypes_resumes_exactly_while_messages_are_relayed(four: Cluster) -> None:
+    for whole, resumed in four.run(of_two_dtypes):
+        assert torch.equal(whole, resumed)

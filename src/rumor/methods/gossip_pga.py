@@ -209,7 +209,8 @@ class GossipPGA(Algorithm):
         pending, engine = flight.pending, nodes.engine
         for r in range(1, self.average_rounds or 1):
             if not state.relay_buffers:
-                state.relay_buffers = self._relay_buffers([x.tensor for x in flight.sent], engine)
+                x = nodes.mixed_in(step.kind)  # not what was sent: a saved state may hold that in another dtype
+                state.relay_buffers = self._relay_buffers([x.peek(b) for b in range(len(flight.sent))], engine)
             sent_on = []
             for relay, message in zip(state.relay_buffers, pending, strict=True):
                 relay.tensor.copy_(message.wait().x)
