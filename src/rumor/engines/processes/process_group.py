@@ -227,10 +227,11 @@ class ProcessGroup:
         if not self.transport.sends_from_host:  # NCCL needs receives together with sends
             return
         links = self._links_of(topology, k)
+        doing = f"preparing to gossip at step {k} with node {links.names()}"
         for buffer in buffers:
             if isinstance(buffer, Channel):
                 channel = self._coded(buffer, bits)
-                post = partial(self.transport.attempt, partial(post_receives, self.transport, channel, links, ahead=True))
+                post = partial(self.transport.attempt, partial(post_receives, self.transport, channel, links, ahead=True), doing)
                 if channel.staging is None:
                     post()
                 else:

@@ -225,8 +225,14 @@ class Transport:
                 f"Fix this, then restart the job from its last checkpoint. ({error})"
             ) from error
 
-    def attempt(self, function: Callable[[], object]) -> None:
-        """Call torch.distributed for something that may never be needed, and ignore it if that fails."""
+    def attempt(self, function: Callable[[], object], doing: str) -> None:
+        """Call torch.distributed for something that may never be needed, and ignore it if that fails.
+
+        Members that may come and go end together, so there it means that one is lost, which must be noticed at once.
+        """
+        if self._gloo is not None:
+            self.call(function, doing)
+            return
         with suppress(RuntimeError):
             _called(function)
 
