@@ -59,7 +59,7 @@ class ProcessGroup:
         self.averages_ahead = False
         self._helper: ThreadPoolExecutor | None = None
         self._copy_threads: dict[torch.device, CopyThread] = {}
-        self.forget_alarm()
+        self.alarm = self._new_alarm()
 
     @property
     def group(self) -> Group:
@@ -258,8 +258,12 @@ class ProcessGroup:
     # ---- models that are not finite ----------------------------------------------------------------------------------------------
 
     def forget_alarm(self) -> None:
-        """Start without an alarm, for a run that goes on from a checkpoint."""
-        self.alarm = Alarm(self.n) if self.transport.sends_from_host else DeviceAlarm(self.n, self.device)
+        """Start without an alarm, for a run that goes on from a checkpoint. The nodes keep their names."""
+        names, self.alarm = self.alarm.names, self._new_alarm()
+        self.alarm.names = names
+
+    def _new_alarm(self) -> Alarm:
+        return Alarm(self.n) if self.transport.sends_from_host else DeviceAlarm(self.n, self.device)
 
     def raise_settled_alarm(self) -> None:
         """Raise if a global round found some part of a model not finite. Waits for the device, as global rounds do."""
