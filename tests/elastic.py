@@ -174,8 +174,10 @@ def _plan_death(plan: dict[str, Any] | None) -> None:
 class Job:
     """A coordinator in a thread, and nodes that are processes."""
 
-    def __init__(self, folder: Path, steps: int, min_nodes: int = 1, **options: Any):
-        self.folder, self._options = folder, {"steps": steps, **options}
+    def __init__(self, folder: Path, steps: int | None = None, min_nodes: int = 1, **options: Any):
+        """`steps`: when the nodes end. None: they train until `finish` has seen all of them, however slow the machine is."""
+        self.folder, self._options = folder, {"steps": steps or 10**9, **options}
+        self._is_open = steps is None
         self.lines: list[str] = []
         self.nodes: dict[str, Any] = {}
         self.coordinator: Coordinator | None = None
@@ -287,6 +289,10 @@ class Job:
 
     def finish(self, *names: str, deadline: float = 120.0) -> None:
         """Wait for these nodes to end well, all with the same model."""
+        if self._is_open:
+            nodes = {name.split(".")[0] for name in names}
+            self.wait(lambda: all(nodes <= {*self.last_row(name).get("members", [])} for name in names), f"{nodes} train together")
+            self.end_in(60)
         for name in names:
             self.nodes[name].join(deadline)
             assert self.nodes[name].exitcode == 0, f"{name}: {self.nodes[name].exitcode}. {self.story()}"

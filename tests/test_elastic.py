@@ -32,13 +32,13 @@ ALL = ("a", "b", "c", "d")
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_newcomer_takes_over_the_members_state(tmp_path: Path, method: str) -> None:
-    with Job(tmp_path, steps=120, method=method) as job:
+    with Job(tmp_path, method=method) as job:
         job.begin("a", "b")
         job.wait_until("a", 12)
         job.start("c")
         job.finish("a", "b", "c")
         joined = job.rows("c")[0]
-        assert 12 <= joined["joined"] < 120
+        assert joined["joined"] >= 12
         at = next(row for row in job.rows("a") if row.get("now") == joined["joined"])
         if "delay" not in method:  # with delay=1 members differ by their last step
             assert joined["after"] == at["after"]
@@ -52,7 +52,7 @@ def test_a_newcomer_takes_over_the_members_state(tmp_path: Path, method: str) ->
 @pytest.mark.parametrize("where", ["sending", "averaging", "arriving", "connecting", "handing over", "taking over", "attaching"])
 def test_the_others_go_on_when_a_node_is_killed(tmp_path: Path, where: str) -> None:
     """Rank 0 dies, or whoever gets there: it holds the store, and hands over the state."""
-    with Job(tmp_path, steps=80) as job:
+    with Job(tmp_path) as job:
         die = {"where": where, "after": 25 if where == "sending" else 2 if where in ("averaging", "arriving") else 1}
         if where == "taking over":
             job.begin("a", "b", "c")
@@ -76,7 +76,7 @@ def test_the_others_go_on_when_a_node_is_killed(tmp_path: Path, where: str) -> N
 
 @pytest.mark.parametrize("method", ["8 bits", "4 bits, delay"])
 def test_two_nodes_die_at_once_and_come_back(tmp_path: Path, method: str) -> None:
-    with Job(tmp_path, steps=100, method=method) as job:
+    with Job(tmp_path, method=method) as job:
         job.begin(*ALL)
         job.wait_until("a", 10)
         job.signal("b", signal.SIGKILL)
@@ -85,19 +85,19 @@ def test_two_nodes_die_at_once_and_come_back(tmp_path: Path, method: str) -> Non
         job.finish("a", "d", "b2", "c2")
         assert survivors_kept_their_steps(job, "ad")
         if method == "8 bits":  # with delay=1 members differ by their last step
-            assert job.check_means(*job.nodes, exact=False) > 20
+            assert job.check_means(*job.nodes, exact=False) > 15
 
 
 @pytest.mark.parametrize("method", ["pga", "8 bits", "delay"])
 def test_four_newcomers_come_in_together(tmp_path: Path, method: str) -> None:
-    with Job(tmp_path, steps=150, method=method) as job:
+    with Job(tmp_path, method=method) as job:
         job.start("a")
         job.wait_until("a", 10)
         job.start("b", "c", "d", "e")
         job.finish("a", "b", "c", "d", "e")
         assert len(job.last_row("a")["members"]) == 5
         if method != "delay":
-            assert job.check_means(*job.nodes, exact=method == "pga") > 30
+            assert job.check_means(*job.nodes, exact=method == "pga") > 15
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def soon_silent() -> Iterator[None]:
 @pytest.mark.parametrize("silence", [1.0, 100.0])  # it notices that it was stopped, or hears it from the coordinator
 @pytest.mark.usefixtures("soon_silent")
 def test_a_stopped_node_is_left_behind_and_comes_back_with_the_others_model(tmp_path: Path, silence: float) -> None:
-    with Job(tmp_path, steps=250, silence=silence) as job:
+    with Job(tmp_path, silence=silence) as job:
         job.begin("a", "b", "c")
         job.wait_until("b", 10)
         job.signal("b", signal.SIGSTOP)
@@ -122,7 +122,7 @@ def test_a_stopped_node_is_left_behind_and_comes_back_with_the_others_model(tmp_
         assert survivors_kept_their_steps(job, "ac")
         jump = next(row for row in job.rows("b") if row.get("now", 0) > row.get("k", 0) + 1)
         assert jump["after"] == next(row for row in job.rows("a") if row.get("now") == jump["now"])["after"]
-        assert job.check_means("a", "b", "c") > 50
+        assert job.check_means("a", "b", "c") > 15
         said = (tmp_path / "b.err").read_text()
         assert "this node is no longer a member" in said
         assert "lost the coordinator" not in said  # the node was stopped, not the coordinator
@@ -163,7 +163,7 @@ def test_a_model_that_is_not_finite_is_called_by_its_name_on_all_nodes(tmp_path:
 
 
 def test_training_goes_on_without_the_coordinator_and_newcomers_come_in_when_it_is_back(tmp_path: Path) -> None:
-    with Job(tmp_path, steps=400) as job:
+    with Job(tmp_path) as job:
         job.begin("a", "b", "c")
         job.wait_until("a", 10)
         job.stop_coordinator()
@@ -174,7 +174,7 @@ def test_training_goes_on_without_the_coordinator_and_newcomers_come_in_when_it_
         job.signal("b", signal.SIGKILL)
         job.finish("a", "c", "d")
         assert survivors_kept_their_steps(job, "acd")
-        assert job.check_means(*job.nodes) > 90
+        assert job.check_means(*job.nodes) > 20
 
 
 @pytest.mark.parametrize("method", ["pga", "aga", "slowmo"])
@@ -184,7 +184,7 @@ def test_a_member_dies_while_there_is_no_coordinator_and_the_others_train_on_and
         by = [row["by"] for row in job.rows(name) if "by" in row]
         return None in by and by[-1] is not None and {*by[-1]} == {"a", "b"}  # ranks follow the order of arrival
 
-    with Job(tmp_path, steps=10**9, method=method, min_nodes=2, alone_after=0.5) as job:
+    with Job(tmp_path, method=method, min_nodes=2, alone_after=0.5) as job:
         job.begin("a", "b", "c")
         job.wait_until("a", 10)
         job.stop_coordinator()
@@ -194,7 +194,6 @@ def test_a_member_dies_while_there_is_no_coordinator_and_the_others_train_on_and
         assert len(job.last_row("a")["members"]) == 3  # of its last epoch
         job.start_coordinator(job.address)
         job.wait(lambda: have_met("a") and have_met("b"), "they average together again")
-        job.end_in(100)
         job.finish("a", "b")
         assert survivors_kept_their_steps(job, "ab")
         said = (tmp_path / "a.err").read_text()
@@ -236,7 +235,7 @@ def test_the_last_node_goes_on_or_waits_as_min_nodes_says(tmp_path: Path, min_no
 
 
 def test_strangers_are_refused_and_garbage_is_ignored(tmp_path: Path) -> None:
-    with Job(tmp_path, steps=150) as job:
+    with Job(tmp_path) as job:
         job.begin("a", "b")
         job.wait_until("a", 10)
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 3000 + b"\n", b'{"kind": "hello"}\n', b"[" * 100_000 + b"\n"):
@@ -253,14 +252,14 @@ def test_strangers_are_refused_and_garbage_is_ignored(tmp_path: Path) -> None:
         assert sum("closed a connection" in line for line in job.lines) == 4
         job.start("late")
         job.wait((tmp_path / "late.refused").exists, "late is refused")
-        assert "the job has ended at step 150" in (tmp_path / "late.refused").read_text()
+        assert f"the job has ended at step {job.step_of('a')}" in (tmp_path / "late.refused").read_text()
         job.nodes["late"].join(30)
         assert job.nodes["late"].exitcode == 0  # a supervisor must not start it again
         assert job.nodes["other"].exitcode == 1
 
 
 def test_a_node_that_finishes_early_leaves_the_others_and_one_that_ends_without_finish_is_named(tmp_path: Path) -> None:
-    with Job(tmp_path, steps=60) as job:
+    with Job(tmp_path) as job:
         job.begin("a", "b")
         job.wait_until("a", 10)
         job.start("short", steps=5)  # it comes in beyond its own end
@@ -400,7 +399,7 @@ def test_nodes_of_several_ranks_come_and_go_as_a_whole(tmp_path: Path, method: s
         job.start(name, local_rank=0)
         job.start(f"{name}.1", local_rank=1)
 
-    with Job(tmp_path, steps=100, method=method, average_state="global") as job:
+    with Job(tmp_path, method=method, average_state="global") as job:
         limits.JOIN_WINDOW = 1_000.0
         for name in "ab":
             start(job, name)
@@ -420,7 +419,7 @@ def test_nodes_of_several_ranks_come_and_go_as_a_whole(tmp_path: Path, method: s
             assert first == second
             assert job.rows(name)[0]["momentum"] == job.rows(f"{name}.1")[0]["momentum"]
             assert job.rows(name)[-1]["momentum"] == job.rows(f"{name}.1")[-1]["momentum"]
-        assert job.check_means("a", "b", "c", exact=method != "slowmo") > 15
+        assert job.check_means("a", "b", "c", exact=method != "slowmo") > 10
         assert survivors_kept_their_steps(job, ["a", "a.1"])
 
 
