@@ -310,10 +310,12 @@ class Job:
         after: dict[tuple[int, tuple[str, ...]], list[list[float]]] = defaultdict(list)  # by the step and the members
         for name in names:
             for row in self.rows(name):
+                if row.get("by") and row["now"] == row["k"] + 1:
+                    after[row["k"], tuple(row["by"])].append(row["after"])
+        for name in names:  # read last: nodes may still train, and each writes what it has before the others can average it
+            for row in self.rows(name):
                 if "averages" in row:
                     before[row["averages"]][name] = row["before"]
-                elif row.get("by") and row["now"] == row["k"] + 1:
-                    after[row["k"], tuple(row["by"])].append(row["after"])
         for (k, members), models in after.items():
             assert all(model == models[0] for model in models), f"step {k}, members {members}: {models}"
             if exact:
