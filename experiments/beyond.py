@@ -3,7 +3,7 @@
     python experiments/beyond.py                   # rebuilds both pages from the results in experiments/results
     python experiments/beyond.py --data FOLDER     # first runs what is missing, of the sets that FOLDER has; can be stopped at any time
 
-FOLDER has cifar-10-batches-bin/ (for a GPU; about an hour, estimated), fashion-mnist/ (half an hour of a CPU's core) and enwik8 (an hour).
+FOLDER has cifar-10-batches-bin/ (for a GPU; about an hour, estimated), fashion-mnist/ (half an hour of a CPU's core) and enwik8 (three hours).
 Expect Gossip-PGA with 4 bits, and ideas that cost it few more bytes, close to Parallel SGD with a twelfth of its bytes.
 """
 
@@ -45,6 +45,7 @@ LARGE = (  # 3 M parameters
     *("--methods", "DDP", "DDP, 4 bits, optimizer=", "Gossip-PGA", "Gossip-PGA, H = 2", "--lr", "0.001", "0.002", "0.004", "0.008"),
     *("--nodes", "8", "--width", "256", "--layers", "4", "--batch", "32", "--length", "128", "--steps", "1500"),
 )
+LONG = ("--steps", "960", "--lr", "0.004", "0.008", "--methods", "DDP", *(name for H in adamw.PERIODS for name in adamw.few_averages(H)))
 GPT_SIZE = {"steps": "400", "width": "96"}  # of the runs on the page
 BOTH = "Gossip-PGA, H 3 to 24, state global, 4 bits"
 PAIRS = (  # what is compared method by method
@@ -115,9 +116,9 @@ def of_bert(by_rate: Mapping[float, Store]) -> list[Point]:
     return [point_of(seeds, f", lr {lr:g}") for lr, seeds in at_best(runs_by_rate(by_rate)) if seeds.run.stretch == 1]
 
 
-def gpt_rows(optimizer: str, nodes: int = 4) -> list[dict[str, str]]:
+def gpt_rows(optimizer: str, nodes: int = 4, steps: str = GPT_SIZE["steps"]) -> list[dict[str, str]]:
     """Return the runs of adamw.py that the pages show."""
-    size = {**GPT_SIZE, "nodes": str(nodes)}
+    size = {**GPT_SIZE, "nodes": str(nodes), "steps": steps}
     return [row for row in read(adamw.RESULTS.with_stem(optimizer)) if all(row[name] == value for name, value in size.items())]
 
 
@@ -194,6 +195,20 @@ def diloco_table(stores: Sequence[Store]) -> str:
     return tables.as_text(list(rows.values())) if rows else NOT_YET
 
 
+def diloco_gpt_table(rows: list[dict[str, str]]) -> str:
+    """Local SGD and DiLoCo on the GPT by their period, each at the best of its learning rates: held-out loss minus DDP's best."""
+    points = {point.name.split(", lr ")[0]: point for point in of_gpt(rows)}
+    if "DDP" not in points:
+        return NOT_YET
+    shown: dict[str, tables.Row] = {}
+    for H in adamw.PERIODS:
+        for name in adamw.few_averages(H).keys() & points.keys():
+            method = name.replace(f", H = {H}", "")
+            away = _away(points[name].values, points["DDP"].values, 3)
+            shown.setdefault(method, {"method": method})[f"H = {H} (bytes)"] = f"{away} (1/{1 / points[name].sent:.0f})"
+    return tables.as_text([shown[method] for method in sorted(shown, reverse=True)])
+
+
 def pairs_table(by_word: Mapping[str, Panel]) -> str:
     """How far methods of nearly the same bytes are apart: a table for the accuracy (%), and one for the training loss."""
     tables_of = {"accuracy": (lambda point: point.values, 1), "training loss": (lambda point: point.training or {}, 3)}
@@ -254,6 +269,7 @@ def filled_in(text: str, found: Sequence[Panel]) -> str:
         "short": lambda: short_table(cifar),
         "pairs": lambda: pairs_table(by_word),
         "diloco": lambda: diloco_table([small_store(RESULTS / "beyond.csv", SMALL_RECIPE._replace(lr=lr)) for lr in DILOCO_RATES]),
+        "diloco-gpt": lambda: diloco_gpt_table(gpt_rows("adamw", steps=LONG[1])),
         "cifar-32-adaptive": lambda: against_adaptive(by_word["cifar-32"]),
     }
     return tables.filled_in(text, lambda word: special[word]() if word in special else table_of(by_word[word]))
@@ -323,7 +339,7 @@ def commands(folder: Path, device: str) -> list[list[str]]:
         small = [images, "--data", str(folder / "fashion-mnist"), *SMALL]
         found += [[*small, "--table", table, "--lr", str(lr)] for table, lr in SMALL_TABLES]
     if (folder / "enwik8").is_file():
-        found.append([*gpt, "--lr", *map(str, RATES), "--device", "cpu"])
+        found += [[*gpt, "--lr", *map(str, RATES), "--device", "cpu"], [*gpt, *LONG, "--device", "cpu"]]
     return found
 
 

@@ -57,6 +57,7 @@ def test_a_picture_is_drawn_though_parts_have_not_been_run(tmp_path: Path) -> No
 
 def test_a_table_without_runs_says_so() -> None:
     assert beyond._adamw(nodes=1000) == beyond.NOT_YET
+    assert beyond.diloco_gpt_table([]) == beyond.NOT_YET
 
 
 def test_the_best_rate_is_of_those_with_the_most_seeds() -> None:
@@ -73,8 +74,8 @@ def test_the_commands_are_for_the_data_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "enwik8").touch()
     on_gpu, on_cpu = (beyond.commands(tmp_path, device) for device in ("cuda", "cpu"))
     small = ["image_classification"] * len(beyond.SMALL_TABLES)
-    assert [Path(command[0]).stem for command in on_gpu] == ["image_classification", "adamw", *small, "adamw"]
-    assert [Path(command[0]).stem for command in on_cpu] == [*small, "adamw"]
+    assert [Path(command[0]).stem for command in on_gpu] == ["image_classification", "adamw", *small, "adamw", "adamw"]
+    assert [Path(command[0]).stem for command in on_cpu] == [*small, "adamw", "adamw"]
 
 
 @pytest.mark.processes
