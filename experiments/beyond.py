@@ -3,8 +3,8 @@
     python experiments/beyond.py                   # rebuilds both pages from the results in experiments/results
     python experiments/beyond.py --data FOLDER     # first runs what is missing, of the sets that FOLDER has; can be stopped at any time
 
-FOLDER has cifar-10-batches-bin/ (for a GPU; about an hour, estimated), fashion-mnist/ (half an hour of a CPU's core) and enwik8 (three hours).
-Expect Gossip-PGA with 4 bits, and ideas that cost it few more bytes, close to Parallel SGD with a twelfth of its bytes.
+FOLDER has cifar-10-batches-bin/ (for a GPU; about an hour, estimated), fashion-mnist/ (half an hour of a CPU's core) and enwik8 (three
+hours). Expect Gossip-PGA with 4 bits, and ideas that cost it few more bytes, close to Parallel SGD with a twelfth of its bytes.
 """
 
 from __future__ import annotations
