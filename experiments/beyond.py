@@ -45,7 +45,11 @@ LARGE = (  # 3 M parameters
     *("--methods", "DDP", "DDP, 4 bits, optimizer=", "Gossip-PGA", "Gossip-PGA, H = 2", "--lr", "0.001", "0.002", "0.004", "0.008"),
     *("--nodes", "8", "--width", "256", "--layers", "4", "--batch", "32", "--length", "128", "--steps", "1500"),
 )
-LONG = ("--steps", "960", "--lr", "0.004", "0.008", "--methods", "DDP", *(name for H in adamw.PERIODS for name in adamw.few_averages(H)))
+LONG_STEPS = "960"  # of a run with few global averages
+LONG = (
+    *("--steps", LONG_STEPS, "--lr", "0.004", "0.008"),
+    *("--methods", "DDP", *(name for H in adamw.PERIODS for name in adamw.few_averages(H))),
+)
 GPT_SIZE = {"steps": "400", "width": "96"}  # of the runs on the page
 BOTH = "Gossip-PGA, H 3 to 24, state global, 4 bits"
 PAIRS = (  # what is compared method by method
@@ -197,7 +201,7 @@ def diloco_table(stores: Sequence[Store]) -> str:
 
 def diloco_gpt_table(rows: list[dict[str, str]]) -> str:
     """Local SGD and DiLoCo on the GPT by their period, each at the best of its learning rates: held-out loss minus DDP's best."""
-    points = {point.name.split(", lr ")[0]: point for point in of_gpt(rows)}
+    points = {_bare(point): point for point in of_gpt(rows)}
     if "DDP" not in points:
         return NOT_YET
     shown: dict[str, tables.Row] = {}
@@ -269,7 +273,7 @@ def filled_in(text: str, found: Sequence[Panel]) -> str:
         "short": lambda: short_table(cifar),
         "pairs": lambda: pairs_table(by_word),
         "diloco": lambda: diloco_table([small_store(RESULTS / "beyond.csv", SMALL_RECIPE._replace(lr=lr)) for lr in DILOCO_RATES]),
-        "diloco-gpt": lambda: diloco_gpt_table(gpt_rows("adamw", steps=LONG[1])),
+        "diloco-gpt": lambda: diloco_gpt_table(gpt_rows("adamw", steps=LONG_STEPS)),
         "cifar-32-adaptive": lambda: against_adaptive(by_word["cifar-32"]),
     }
     return tables.filled_in(text, lambda word: special[word]() if word in special else table_of(by_word[word]))
