@@ -243,7 +243,13 @@ class Job:
         limits.JOIN_WINDOW = 0.0
 
     def wait_until_here(self, *names: str) -> None:
-        self.wait(lambda: all(f"{name} is here" in self.lines for name in names), f"{names} are here")
+        """Wait until these nodes wait for the first epoch: one that has only said its name is left out of it."""
+
+        def waiting() -> set[str]:
+            assert self.coordinator is not None
+            return {node.name for node in list(self.coordinator.roster.nodes.values()) if node.ready is not None}
+
+        self.wait(lambda: all(f"{name} is here" in self.lines for name in names) and waiting() >= {*names}, f"{names} are here")
 
     def signal(self, name: str, number: int) -> None:
         os.kill(self.nodes[name].pid, number)
@@ -287,12 +293,12 @@ class Job:
         written.write_text(str(max(self.step_of(name) for name in self.nodes) + steps))
         written.rename(self.folder / "ends_at")
 
-    def finish(self, *names: str, deadline: float = 120.0) -> None:
-        """Wait for these nodes to end well, all with the same model."""
+    def finish(self, *names: str, deadline: float = 120.0, more: int = 60) -> None:
+        """Wait for these nodes to end well, all with the same model. A job without an end first goes on for so many `more` steps."""
         if self._is_open:
             nodes = {name.split(".")[0] for name in names}
             self.wait(lambda: all(nodes <= {*self.last_row(name).get("members", [])} for name in names), f"{nodes} train together")
-            self.end_in(60)
+            self.end_in(more)
         for name in names:
             self.nodes[name].join(deadline)
             assert self.nodes[name].exitcode == 0, f"{name}: {self.nodes[name].exitcode}. {self.story()}"

@@ -38,7 +38,7 @@ def test_a_newcomer_takes_over_the_members_state(tmp_path: Path, method: str) ->
         job.start("c")
         job.finish("a", "b", "c")
         joined = job.rows("c")[0]
-        assert joined["joined"] >= 12
+        assert 12 <= joined["joined"] < job.step_of("a")
         at = next(row for row in job.rows("a") if row.get("now") == joined["joined"])
         if "delay" not in method:  # with delay=1 members differ by their last step
             assert joined["after"] == at["after"]
@@ -82,10 +82,10 @@ def test_two_nodes_die_at_once_and_come_back(tmp_path: Path, method: str) -> Non
         job.signal("b", signal.SIGKILL)
         job.signal("c", signal.SIGKILL)
         job.start("b2", "c2")
-        job.finish("a", "d", "b2", "c2")
+        job.finish("a", "d", "b2", "c2", more=90)
         assert survivors_kept_their_steps(job, "ad")
         if method == "8 bits":  # with delay=1 members differ by their last step
-            assert job.check_means(*job.nodes, exact=False) > 15
+            assert job.check_means(*job.nodes, exact=False) > 20
 
 
 @pytest.mark.parametrize("method", ["pga", "8 bits", "delay"])
@@ -94,10 +94,10 @@ def test_four_newcomers_come_in_together(tmp_path: Path, method: str) -> None:
         job.start("a")
         job.wait_until("a", 10)
         job.start("b", "c", "d", "e")
-        job.finish("a", "b", "c", "d", "e")
+        job.finish("a", "b", "c", "d", "e", more=140)
         assert len(job.last_row("a")["members"]) == 5
         if method != "delay":
-            assert job.check_means(*job.nodes, exact=method == "pga") > 15
+            assert job.check_means(*job.nodes, exact=method == "pga") > 30
 
 
 @pytest.fixture
@@ -118,11 +118,11 @@ def test_a_stopped_node_is_left_behind_and_comes_back_with_the_others_model(tmp_
         stopped_at = job.step_of("b")
         job.wait_until("a", stopped_at + 20)
         job.signal("b", signal.SIGCONT)
-        job.finish("a", "b", "c")
+        job.finish("a", "b", "c", more=220)
         assert survivors_kept_their_steps(job, "ac")
         jump = next(row for row in job.rows("b") if row.get("now", 0) > row.get("k", 0) + 1)
         assert jump["after"] == next(row for row in job.rows("a") if row.get("now") == jump["now"])["after"]
-        assert job.check_means("a", "b", "c") > 15
+        assert job.check_means("a", "b", "c") > 50
         said = (tmp_path / "b.err").read_text()
         assert "this node is no longer a member" in said
         assert "lost the coordinator" not in said  # the node was stopped, not the coordinator
@@ -172,9 +172,9 @@ def test_training_goes_on_without_the_coordinator_and_newcomers_come_in_when_it_
         job.start("d")
         job.wait(lambda: job.rows("d"), "d joins")
         job.signal("b", signal.SIGKILL)
-        job.finish("a", "c", "d")
+        job.finish("a", "c", "d", more=380)
         assert survivors_kept_their_steps(job, "acd")
-        assert job.check_means(*job.nodes) > 20
+        assert job.check_means(*job.nodes) > 90
 
 
 @pytest.mark.parametrize("method", ["pga", "aga", "slowmo"])
@@ -194,7 +194,7 @@ def test_a_member_dies_while_there_is_no_coordinator_and_the_others_train_on_and
         assert len(job.last_row("a")["members"]) == 3  # of its last epoch
         job.start_coordinator(job.address)
         job.wait(lambda: have_met("a") and have_met("b"), "they average together again")
-        job.finish("a", "b")
+        job.finish("a", "b", more=100)
         assert survivors_kept_their_steps(job, "ab")
         said = (tmp_path / "a.err").read_text()
         assert said.count("there is no coordinator. Until it is back") == 1
@@ -252,7 +252,7 @@ def test_strangers_are_refused_and_garbage_is_ignored(tmp_path: Path) -> None:
         assert sum("closed a connection" in line for line in job.lines) == 4
         job.start("late")
         job.wait((tmp_path / "late.refused").exists, "late is refused")
-        assert f"the job has ended at step {job.step_of('a')}" in (tmp_path / "late.refused").read_text()
+        assert f"the job has ended at step {(tmp_path / 'ends_at').read_text()}" in (tmp_path / "late.refused").read_text()
         job.nodes["late"].join(30)
         assert job.nodes["late"].exitcode == 0  # a supervisor must not start it again
         assert job.nodes["other"].exitcode == 1
@@ -410,7 +410,7 @@ def test_nodes_of_several_ranks_come_and_go_as_a_whole(tmp_path: Path, method: s
         job.wait_until("c.1", 20)
         for name in ("b", "b.1"):
             job.signal(name, signal.SIGKILL)
-        job.finish("a", "a.1", "c", "c.1")
+        job.finish("a", "a.1", "c", "c.1", more=110)
         for name in "ac":
             first, second = (
                 {row["k"]: row["after"] for row in job.rows(rank) if "after" in row and "k" in row} for rank in (name, f"{name}.1")
@@ -419,7 +419,7 @@ def test_nodes_of_several_ranks_come_and_go_as_a_whole(tmp_path: Path, method: s
             assert first == second
             assert job.rows(name)[0]["momentum"] == job.rows(f"{name}.1")[0]["momentum"]
             assert job.rows(name)[-1]["momentum"] == job.rows(f"{name}.1")[-1]["momentum"]
-        assert job.check_means("a", "b", "c", exact=method != "slowmo") > 10
+        assert job.check_means("a", "b", "c", exact=method != "slowmo") > 15
         assert survivors_kept_their_steps(job, ["a", "a.1"])
 
 
