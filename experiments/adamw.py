@@ -33,7 +33,7 @@ import rumor
 from logistic.tables import Row, as_text
 from networks.command import above_zero, at_least_one
 from networks.compare import with_interval
-from networks.engines import device_name
+from networks.engines import captured, device_name, restart
 from rumor.ddp import REFRESHED, limit_left_out, scales_of
 from rumor.methods import Algorithm
 from rumor.model.optimizer_state import AverageState
@@ -188,46 +188,84 @@ def clip(leaves: list[Tensor]) -> None:
         g.mul_(factor.view(-1, *[1] * (g.dim() - 1)))
 
 
-def optimizer(kind: str, sim: rumor.Simulator, model: GPT, lr: float) -> torch.optim.Optimizer:
+def optimizer(kind: str, sim: rumor.Simulator, model: GPT, lr: Tensor) -> torch.optim.Optimizer:
     """Builds the optimizer of all nodes. LAMB clips each node's gradients itself."""
     if kind == "lamb":
-        return lamb(sim.named_parameters(), model, torch.tensor(lr))
-    return torch.optim.AdamW(sim.parameters(), lr=lr, weight_decay=0.1, betas=BETAS, fused=True)
+        return lamb(sim.named_parameters(), model, lr)
+    return torch.optim.AdamW(sim.parameters(), lr=lr, weight_decay=0.1, betas=BETAS, fused=True, capturable=lr.is_cuda)
 
 
-def train(name: str, lr: float, seed: int, text: Tensor, options: argparse.Namespace) -> tuple[float, float, float]:
+def loss_in_bfloat16(model: torch.nn.Module, rows: Tensor) -> Tensor:
+    with torch.autocast(rows.device.type, torch.bfloat16):
+        return loss_of(model, rows)
+
+
+class Nodes:
+    """All nodes, their optimizer, and the two parts of a step between which gradients can be mixed.
+
+    On a GPU both parts are compiled and captured as graphs, once for all runs, and forward and backward compute in bfloat16.
+    """
+
+    def __init__(self, text: Tensor, options: argparse.Namespace):
+        device = text.device
+        self.model = GPT(options.length, options.width, options.layers).to(device)
+        self.sim = rumor.Simulator(self.model, rumor.parallel_sgd(options.nodes))
+        self.leaves = list(self.sim.parameters())
+        self.lr, self._clips = torch.zeros((), device=device), options.optimizer != "lamb"
+        self.opt = optimizer(options.optimizer, self.sim, self.model, self.lr)
+        self.rows = torch.zeros(options.nodes, options.batch, options.length + 1, dtype=torch.long, device=device)
+        compiles = device.type == "cuda"
+        self._losses_of = self.sim.compiled(loss_in_bfloat16) if compiles else partial(self.sim, loss_of)
+        self.backward = captured(self._backward) if compiles else self._backward
+        self.advance = captured(self._advance) if compiles else self._advance
+
+    def _backward(self) -> Tensor:
+        """Sets the gradients of all nodes for `rows`, and returns the losses."""
+        self.opt.zero_grad()
+        with sdpa_kernel(SDPBackend.MATH):  # vmap would run the others node by node
+            losses = self._losses_of(self.rows)
+        losses.sum().backward()
+        return losses.detach()
+
+    def _advance(self) -> Tensor:
+        """Takes a step of the optimizer."""
+        if self._clips:
+            clip(self.leaves)
+        self.opt.step()
+        return self.lr
+
+    @torch.no_grad()
+    def start(self, seed: int, algorithm: Algorithm, state: AverageState | None) -> None:
+        """Starts a run from new weights."""
+        torch.manual_seed(seed)
+        fresh = GPT(self.model.length, self.model.width, len(self.model.layers.layers))
+        self.model.load_state_dict(fresh.state_dict())
+        restart(self.sim, self.opt, algorithm, state)
+
+
+def train(nodes: Nodes, name: str, lr: float, seed: int, text: Tensor, options: argparse.Namespace) -> tuple[float, float, float]:
     """Trains one run. Returns the held-out loss of the mean model, the megabytes that a node has sent, and the seconds."""
-    torch.manual_seed(seed)
-    n, method = options.nodes, METHODS[name]
-    model = GPT(options.length, options.width, options.layers).to(text.device)
-    sim = rumor.Simulator(model, method.build(n))
-    leaves = list(sim.parameters())
-    opt = optimizer(options.optimizer, sim, model, lr)
-    if method.state is not None:
-        sim.average_state(opt, method.state)
-    gradients = None if method.gradients == "own" else Gradients(sim, method.gradients, opt)
-    moments = SecondMoments(opt, leaves, n / PEERS if method.gradients == "gossip" else n) if method.corrects_noise else None
+    n, method, sim = options.nodes, METHODS[name], nodes.sim
+    nodes.start(seed, method.build(n), method.state)
+    gradients = None if method.gradients == "own" else Gradients(sim, method.gradients, nodes.opt)
+    peers = n / PEERS if method.gradients == "gossip" else n
+    moments = SecondMoments(nodes.opt, nodes.leaves, peers) if method.corrects_noise else None
     draw = torch.Generator().manual_seed(1_000 + seed)
     last, began = last_start(text, options.length), time.perf_counter()
     for step in tqdm(range(options.steps), desc=f"{name}, lr {lr:g}, seed {seed}", leave=False, disable=None):
-        for group in opt.param_groups:
-            group["lr"] = lr_at(step, options.steps, lr)
+        nodes.lr.fill_(lr_at(step, options.steps, lr))
         starts = torch.randint(last, (n, options.batch), generator=draw)
-        with sdpa_kernel(SDPBackend.MATH):  # vmap would run the others node by node
-            losses = sim(loss_of, sequences(text, starts.to(text.device), options.length))
-        losses.sum().backward()
+        nodes.rows.copy_(sequences(text, starts.to(text.device), options.length))
+        losses = nodes.backward()
         if gradients is not None:
             gradients.mix(step)
-        if options.optimizer != "lamb":
-            clip(leaves)
-        opt.step()
-        opt.zero_grad()
+        nodes.advance()
         if moments is not None:
             moments.correct(step + 1)
         sim.step(losses)
         if moments is not None:
             moments.remember()
-    seconds, sent = time.perf_counter() - began, sim.metrics.bytes_sent
+    sent, seconds = sim.metrics.bytes_sent, time.perf_counter() - began
     return held_out_loss(sim.mean_model(), text, options.evaluated), sent / 1e6, seconds  # type: ignore[arg-type]
 
 
@@ -312,6 +350,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     text = load_text(options.data, options.device)
+    nodes: Nodes | None = None  # built only if a run is missing
     sizes = [options.nodes, options.steps, options.batch, options.length, options.width, options.layers]
     for seed in range(options.seeds):
         for lr in options.lr:
@@ -320,7 +359,8 @@ def main() -> None:
                 rows = read(options.out)
                 if any(all(row[column] == value for column, value in key.items()) for row in rows):
                     continue
-                loss, megabytes, seconds = train(name, lr, seed, text, options)
+                nodes = nodes or Nodes(text, options)
+                loss, megabytes, seconds = train(nodes, name, lr, seed, text, options)
                 found = {"loss": f"{loss:.6f}", "megabytes": f"{megabytes:.3f}", "seconds": f"{seconds:.1f}"}
                 write(options.out, [*rows, {**key, **found, "device": device_name(text.device)}], COLUMNS)
                 print(f"{name}, lr {lr:g}, seed {seed}: {loss:.4f}, {seconds:.0f} s", flush=True)

@@ -55,6 +55,19 @@ def captured(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
+@torch.no_grad()
+def restart(sim: rumor.Simulator, opt: torch.optim.Optimizer, algorithm: Algorithm, state: AverageState | None) -> None:
+    """Starts another run in the same memory: models as the simulator's module is now, and an optimizer without a past."""
+    sim.restart(rumor.parallel_sgd(sim.n))  # which can average any state: that of the last run is dropped next
+    sim.average_state(opt, None)
+    sim.restart(algorithm)
+    sim.average_state(opt, state)
+    for of_parameter in opt.state.values():
+        for value in of_parameter.values():
+            if isinstance(value, Tensor):
+                value.zero_()
+
+
 class Simulated:
     """n nodes on one device. On a GPU, forward, backward and optimizer are compiled and captured as a graph, once for all methods."""
 
@@ -78,17 +91,9 @@ class Simulated:
         self._opt.step()
         return losses.detach()
 
-    @torch.no_grad()
     def start(self, algorithm: Algorithm, state: AverageState | None = None) -> None:
         """Starts a run from the current model."""
-        self.sim.restart(rumor.parallel_sgd(self.sim.n))  # which can average any state: that of the last run is dropped next
-        self.sim.average_state(self._opt, None)
-        self.sim.restart(algorithm)
-        self.sim.average_state(self._opt, state)
-        for of_parameter in self._opt.state.values():
-            for value in of_parameter.values():
-                if isinstance(value, Tensor):
-                    value.zero_()
+        restart(self.sim, self._opt, algorithm, state)
 
     def step(self, batch: Tensors, lr: float) -> Tensor:
         for static, tensor in zip(self._batch, batch, strict=True):

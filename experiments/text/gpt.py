@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rumor.checkpoint.files import replacing
 
@@ -28,20 +29,33 @@ class GPT(nn.Module):
 
     def __init__(self, length: int = 128, width: int = 256, layers: int = 4, heads: int = 4):
         super().__init__()
-        self.length = length
+        self.length, self.width = length, width
         self.tokens, self.places = nn.Embedding(256, width), nn.Embedding(length, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, norm=nn.LayerNorm(width), enable_nested_tensor=False)
         self.head = nn.Linear(width, 256, bias=False)
-        # of bools: global averages include float buffers
-        self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).triu(1), persistent=False)
         for p in self.parameters():
             if p.dim() > 1:
                 nn.init.normal_(p, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.tokens(x) + self.places(torch.arange(x.shape[1], device=x.device))
-        return self.head(self.layers(hidden, mask=self.mask, is_causal=True))  # type: ignore[no-any-return]
+        for layer in self.layers.layers:
+            hidden = advanced(layer, hidden)
+        return self.head(self.layers.norm(hidden))  # type: ignore[no-any-return]
+
+
+def advanced(layer: nn.TransformerEncoderLayer, hidden: Tensor) -> Tensor:
+    """Apply one layer to hidden [B, length, width], where each character sees those before it.
+
+    It computes what the layer itself does. But torch's attention moves the length to the front and back again, which under vmap costs copies.
+    """
+    attention = layer.self_attn
+    rows = functional.linear(layer.norm1(hidden), attention.in_proj_weight, attention.in_proj_bias)
+    q, k, v = rows.unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)  # [B, heads, length, width / heads] each
+    seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    hidden = hidden + attention.out_proj(seen.transpose(1, 2).flatten(2))
+    return hidden + layer.linear2(functional.gelu(layer.linear1(layer.norm2(hidden))))  # type: ignore[no-any-return]
 
 
 def sequences(text: Tensor, starts: Tensor, length: int) -> Tensor:
@@ -50,7 +64,7 @@ def sequences(text: Tensor, starts: Tensor, length: int) -> Tensor:
 
 
 def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+    return functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
 def lr_at(step: int, steps: int, peak: float) -> float:

@@ -38,12 +38,14 @@ class Step(NamedTuple):
         kind: "gossip", "global" (average over all nodes) or "none".
         loss: the loss of this step, [*nodes, 1] in float64, if the method needs it.
         lr: the learning rate, if the method needs it.
+        follows_average: whether every step averages globally (H = 1), so that all nodes had the same model before the optimizer's step.
     """
 
     k: int
     kind: Kind
     loss: Tensor | None = None
     lr: float | None = None
+    follows_average: bool = False
 
 
 class Nodes(NamedTuple):
@@ -54,7 +56,7 @@ class Nodes(NamedTuple):
         buffers: its float buffers, which global averages include.
         engine: connects the nodes.
         state: the optimizer's state that is mixed like the model; no buckets if there is none.
-        gossips_state: whether gossip steps mix `state`, too. Global averages always do.
+        gossips_state: whether gossip steps mix `state`, too.
         full_state: the optimizer's state that global averages include without codes, as they do with buffers.
     """
 
@@ -70,9 +72,19 @@ class Nodes(NamedTuple):
         """What global averages include without codes: the buffers, then `full_state`."""
         return JoinedBuckets(self.buffers, self.full_state) if len(self.full_state) else self.buffers
 
-    def mixed_in(self, kind: Kind) -> Buckets:
-        """Return what a step of this kind mixes: the model, then the optimizer's state if it takes part."""
-        return JoinedBuckets(self.x, self.state) if len(self.state) and (self.gossips_state or kind == "global") else self.x
+    @property
+    def with_state(self) -> Buckets:
+        """The model, then `state`."""
+        return JoinedBuckets(self.x, self.state) if len(self.state) else self.x
+
+    def mixed_in(self, step: Step) -> Buckets:
+        """Return what a step mixes: the model, then the optimizer's state if it takes part.
+
+        While every step averages the models, averaging momentum would not change them: the mean model moves by the mean of the momenta
+        either way. So momentum that is averaged at global averages stays local then, which saves half of the bytes.
+        """
+        takes_part = self.gossips_state or (step.kind == "global" and not step.follows_average)
+        return self.with_state if takes_part else self.x
 
 
 @dataclass

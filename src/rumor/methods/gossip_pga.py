@@ -89,7 +89,8 @@ class GossipPGA(Algorithm):
             raise ValueError("Gossip-AGA adapts its period to the loss: call step(loss) with this step's loss")
         if self.schedule.signal == "lr":
             lr = as_number(lr, self.schedule)
-        return Step(state.schedule.k, self.kind(state), loss, lr)
+        averages_always = state.schedule.H == 1 and self.delay == 0 and self.average_rounds is None
+        return Step(state.schedule.k, self.kind(state), loss, lr, follows_average=averages_always)
 
     def begin(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
         if self.delay == 0:
@@ -117,13 +118,13 @@ class GossipPGA(Algorithm):
         """Send the model, and the optimizer's state if it takes part; at a global average also the buffers and the schedule's signal."""
         if step.kind == "none":
             return None
-        x, engine = nodes.mixed_in(step.kind), nodes.engine
+        x, engine = nodes.mixed_in(step), nodes.engine
         model = (self._read(x, b) if self.bits == 32 else self._difference(x, b, state) for b in range(len(x)))
         if step.kind == "gossip":
             return InFlight(*gossip_all(engine, model, self.topology, step.k, self.bits))
         signal = self._signal(step, engine)
         if self.average_rounds is None:
-            left_out = state.buckets.get("left_out", ())
+            left_out = state.buckets.get("left_out", [])[: len(x)]
             flight = InFlight()
             flight.pending = engine.mean(_noted(model, flight.sent), step.k, signal, bits=self.bits, left_out=left_out)
             flight.signal = flight.pending[0] if signal is not None else None
@@ -174,7 +175,7 @@ class GossipPGA(Algorithm):
 
     def write(self, step: Step, nodes: Nodes, b: int, message: Pending, flight: InFlight, state: State) -> None:
         """Write what has arrived into bucket b: a mixed model, or a mixed difference to x_ref if messages are codes."""
-        x = nodes.mixed_in(step.kind)
+        x = nodes.mixed_in(step)
         sent = flight.sent[b].tensor if self._keeps_sent else None
         if flight.relayed:  # lerp() would start from the relayed model, not from what was sent
             x.lerp(b, Lerp(message.wait().x, 1.0), sent)
@@ -209,7 +210,7 @@ class GossipPGA(Algorithm):
         pending, engine = flight.pending, nodes.engine
         for r in range(1, self.average_rounds or 1):
             if not state.relay_buffers:
-                x = nodes.mixed_in(step.kind)  # not what was sent: a saved state may hold that in another dtype
+                x = nodes.mixed_in(step)  # not what was sent: a saved state may hold that in another dtype
                 state.relay_buffers = self._relay_buffers([x.peek(b) for b in range(len(flight.sent))], engine)
             sent_on = []
             for relay, message in zip(state.relay_buffers, pending, strict=True):

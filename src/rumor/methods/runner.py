@@ -113,7 +113,7 @@ class Runner:
         algorithm, topology = self.algorithm, self.algorithm.topology
         sends_messages = algorithm.delay == 0 and not uses_all_reduce(topology, algorithm.bits)
         if self._sent and sends_messages and algorithm.kind(self.state) == "gossip":
-            will_be_sent = self._sent[: len(self.nodes.mixed_in("gossip"))]
+            will_be_sent = self._sent[: len(self.nodes.with_state if self.nodes.gossips_state else self.nodes.x)]
             self.engine.post_receives(will_be_sent, topology, self.state.schedule.k, algorithm.bits)
 
     def step(self, loss: Tensor | None, lr: float | None) -> Step:

@@ -54,7 +54,7 @@ def read_state(saved: dict[str, Any], state: State, nodes: Nodes) -> Callable[[]
 def _saved_messages(in_flight: InFlight, nodes: Nodes) -> dict[str, Any]:
     sent = [buffer.tensor for buffer in in_flight.sent]
     has_state = len(sent) > len(nodes.x)
-    model, buffers = _shapes(nodes.mixed_in("global") if has_state else nodes.x), _shapes(nodes.in_full)
+    model, buffers = _shapes(nodes.with_state if has_state else nodes.x), _shapes(nodes.in_full)
     interpolates = bool(sent) and not in_flight.relayed
     return {
         "sent": _joined(sent) if sent else None,
@@ -67,7 +67,7 @@ def _saved_messages(in_flight: InFlight, nodes: Nodes) -> dict[str, Any]:
 
 
 def _restored_messages(saved: dict[str, Any], nodes: Nodes) -> InFlight:
-    model, buffers = _shapes(nodes.mixed_in("global") if saved.get("has_state") else nodes.x), _shapes(nodes.in_full)
+    model, buffers = _shapes(nodes.with_state if saved.get("has_state") else nodes.x), _shapes(nodes.in_full)
     sent = [] if saved["sent"] is None else _split_like(saved["sent"], model)
     return InFlight(
         sent=[Buffer(part) for part in sent],
