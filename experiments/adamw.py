@@ -7,7 +7,7 @@ gradients before the optimizer's step. All nodes are simulated in one process, a
     python experiments/adamw.py --data FOLDER                                   # FOLDER/enwik8; all methods at all learning rates
     python experiments/adamw.py --data FOLDER --methods DDP Gossip-PGA --lr 0.001 0.002 --seeds 3
     python experiments/adamw.py --data FOLDER --optimizer lamb --methods DDP Gossip-PGA "Gossip-PGA, 32 bits"       # results/lamb.csv
-    python experiments/adamw.py --data FOLDER --nodes 32 --width 256 --layers 4 --batch 32 --length 128      # on a GPU
+    python experiments/adamw.py --data FOLDER --nodes 8 --width 256 --layers 4 --batch 32 --length 128 --steps 1500 --seeds 3 --best     # GPU
 
 Every finished run is a row of --out and is not run again, so you can stop the command at any time and start it again.
 """
@@ -15,6 +15,7 @@ Every finished run is a row of --out and is not run again, so you can stop the c
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections import Counter
@@ -329,6 +330,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), help="methods to compare")
     parser.add_argument("--lr", type=above_zero, nargs="+", default=list(RATES), help="highest learning rates to try")
     parser.add_argument("--seeds", type=at_least_one, default=1, help="number of seeds")
+    parser.add_argument("--best", action="store_true", help="train seeds after the first only at each method's best rate with the first")
+    parser.add_argument("--minutes", type=above_zero, help="start no new run after this many minutes")
     parser.add_argument("--nodes", type=at_least_one, default=4, help="number of nodes")
     parser.add_argument("--steps", type=at_least_one, default=400, help="steps of a run")
     parser.add_argument("--batch", type=at_least_one, default=4, help="sequences per node and step")
@@ -349,23 +352,33 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    text = load_text(options.data, options.device)
+    text, began = load_text(options.data, options.device), time.monotonic()
     nodes: Nodes | None = None  # built only if a run is missing
-    sizes = [options.nodes, options.steps, options.batch, options.length, options.width, options.layers]
+    sizes = dict(zip(KEY[3:], map(str, (getattr(options, name) for name in KEY[3:])), strict=True))
     for seed in range(options.seeds):
-        for lr in options.lr:
-            for name in options.methods:
-                key = dict(zip(KEY, map(str, (name, lr, seed, *sizes)), strict=True))
-                rows = read(options.out)
-                if any(all(row[column] == value for column, value in key.items()) for row in rows):
-                    continue
-                nodes = nodes or Nodes(text, options)
-                loss, megabytes, seconds = train(nodes, name, lr, seed, text, options)
-                found = {"loss": f"{loss:.6f}", "megabytes": f"{megabytes:.3f}", "seconds": f"{seconds:.1f}"}
-                write(options.out, [*rows, {**key, **found, "device": device_name(text.device)}], COLUMNS)
-                print(f"{name}, lr {lr:g}, seed {seed}: {loss:.4f}, {seconds:.0f} s", flush=True)
-    same = dict(zip(KEY[3:], map(str, sizes), strict=True))
-    print(table([row for row in read(options.out) if all(row[column] == value for column, value in same.items())]))
+        for lr, name in itertools.product(options.lr, options.methods):
+            if options.minutes is not None and time.monotonic() - began > 60 * options.minutes:
+                break
+            rows = with_values(read(options.out), sizes)
+            key = {"method": name, "lr": str(lr), "seed": str(seed)}
+            if with_values(rows, key) or (options.best and seed and lr != best_rate(rows, name)):
+                continue
+            nodes = nodes or Nodes(text, options)
+            loss, megabytes, seconds = train(nodes, name, lr, seed, text, options)
+            found = {"loss": f"{loss:.6f}", "megabytes": f"{megabytes:.3f}", "seconds": f"{seconds:.1f}"}
+            write(options.out, [*read(options.out), {**key, **sizes, **found, "device": device_name(text.device)}], COLUMNS)
+            print(f"{name}, lr {lr:g}, seed {seed}: {loss:.4f}, {seconds:.0f} s", flush=True)
+    print(table(with_values(read(options.out), sizes)))
+
+
+def with_values(rows: list[dict[str, str]], wanted: dict[str, str]) -> list[dict[str, str]]:
+    """Return the rows that have these values."""
+    return [row for row in rows if all(row[column] == value for column, value in wanted.items())]
+
+
+def best_rate(rows: list[dict[str, str]], method: str) -> float:
+    """Return the learning rate at which the method has the lowest loss with seed 0."""
+    return float(min(with_values(rows, {"method": method, "seed": "0"}), key=lambda row: float(row["loss"]))["lr"])
 
 
 if __name__ == "__main__":
