@@ -56,8 +56,10 @@ FOUR_BITS = replace(PGA, bits=4)
 ON_ALL = (
     *(replace(PARALLEL, bits=bits) for bits in (32, 16, 4)),
     replace(LOCAL, bits=4),
+    replace(LOCAL, H=(1, 8), bits=4),
     PGA,
     FOUR_BITS,
+    replace(FOUR_BITS, H=(1, 24)),
     replace(AGA, bits=4),
     replace(FOUR_BITS, state="global"),
     replace(FOUR_BITS, state="always"),

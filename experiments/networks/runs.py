@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from rumor.model.optimizer_state import AverageState
 from rumor.schedule import Schedule
 
 AGA_WARM_UP = 0.04  # share of all steps
-POWER = 0.3  # of rumor.LearningRate: a tenth of the learning rate makes the period twice as long
+TENTHS = 3  # how often the learning rate falls to a tenth; then the period of rumor.LearningRate is its longest
 IID = "iid"
 QUICK = "quick"  # the name of a small table
 ON_REQUEST = (QUICK, "beyond small", "diloco small")  # tables that are run only if they are named
@@ -52,7 +53,10 @@ class Run:
     @property
     def schedule(self) -> Schedule:
         """Which steps average globally, for methods with a period."""
-        return rumor.LearningRate(*self.H, POWER) if isinstance(self.H, tuple) else rumor.Periodic(self.H or 1)
+        if isinstance(self.H, tuple):
+            shortest, longest = self.H
+            return rumor.LearningRate(shortest, longest, power=math.log10(longest / shortest) / TENTHS)
+        return rumor.Periodic(self.H or 1)
 
     def algorithm(self, steps: int) -> Algorithm:
         graph, H, bits = getattr(rumor, self.topology)(self.nodes), self.schedule, self.bits
