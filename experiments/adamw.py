@@ -65,12 +65,15 @@ class Method(NamedTuple):
             (DDP with our hook), the same with scales that follow second moments (the hook with `optimizer=`), or the mean of two nodes by a
             gossip step of 4 bits.
         corrects_noise: whether second moments are those that the mean gradient would have (`SecondMoments`).
+        models_from: from this share of the steps on, nodes average models instead of gradients, with sqrt(n) times the learning rate.
+            Until then they mix gradients as `gradients` says.
     """
 
     build: Callable[[int], Algorithm]
     state: AverageState | None = None
     gradients: Mixing = "own"
     corrects_noise: bool = False
+    models_from: float = 0.0
 
 
 def pga(n: int, H: int = H) -> Algorithm:
@@ -99,6 +102,8 @@ METHODS: dict[str, Method] = {
     "DDP, 4 bits": Method(alone, gradients="coded mean"),
     "DDP, 4 bits, optimizer=": Method(alone, gradients="scaled coded mean"),
     "Parallel SGD": Method(lambda n: rumor.parallel_sgd(n, bits=BITS)),
+    "DDP, 4 bits, then Gossip-PGA from 1/2": Method(pga, gradients="scaled coded mean", models_from=0.5),
+    "DDP, 4 bits, then Gossip-PGA from 3/4": Method(pga, gradients="scaled coded mean", models_from=0.75),
     "Gossip-PGA": Method(pga),
     "Gossip-PGA, 32 bits": Method(lambda n: rumor.gossip_pga(rumor.one_peer_exponential(n), H)),
     "Gossip-PGA, state at global rounds": Method(pga, "global"),
@@ -243,18 +248,27 @@ class Nodes:
         self.model.load_state_dict(fresh.state_dict())
         restart(self.sim, self.opt, algorithm, state)
 
+    def go_on(self, algorithm: Algorithm) -> None:
+        """Goes on with another method. All nodes must have the same model."""
+        self.model.load_state_dict(self.sim.node_model(0).state_dict())
+        self.sim.restart(algorithm)
+
 
 def train(nodes: Nodes, name: str, lr: float, seed: int, text: Tensor, options: argparse.Namespace) -> tuple[float, float, float]:
     """Trains one run. Returns the held-out loss of the mean model, the megabytes that a node has sent, and the seconds."""
     n, method, sim = options.nodes, METHODS[name], nodes.sim
-    nodes.start(seed, method.build(n), method.state)
+    changes_at = round(method.models_from * options.steps)
+    nodes.start(seed, alone(n) if changes_at else method.build(n), method.state)
     gradients = None if method.gradients == "own" else Gradients(sim, method.gradients, nodes.opt)
     peers = n / PEERS if method.gradients == "gossip" else n
     moments = SecondMoments(nodes.opt, nodes.leaves, peers) if method.corrects_noise else None
     draw = torch.Generator().manual_seed(1_000 + seed)
-    last, began = last_start(text, options.length), time.perf_counter()
+    last, began, peak, sent = last_start(text, options.length), time.perf_counter(), lr, 0
     for step in tqdm(range(options.steps), desc=f"{name}, lr {lr:g}, seed {seed}", leave=False, disable=None):
-        nodes.lr.fill_(lr_at(step, options.steps, lr))
+        if changes_at and step == changes_at:
+            sent, gradients, peak = sim.metrics.bytes_sent, None, lr * n**0.5
+            nodes.go_on(method.build(n))
+        nodes.lr.fill_(lr_at(step, options.steps, peak))
         starts = torch.randint(last, (n, options.batch), generator=draw)
         nodes.rows.copy_(sequences(text, starts.to(text.device), options.length))
         losses = nodes.backward()
@@ -266,7 +280,7 @@ def train(nodes: Nodes, name: str, lr: float, seed: int, text: Tensor, options: 
         sim.step(losses)
         if moments is not None:
             moments.remember()
-    sent, seconds = sim.metrics.bytes_sent, time.perf_counter() - began
+    sent, seconds = sent + sim.metrics.bytes_sent, time.perf_counter() - began
     return held_out_loss(sim.mean_model(), text, options.evaluated), sent / 1e6, seconds  # type: ignore[arg-type]
 
 
@@ -280,14 +294,14 @@ def at_best(rows: list[dict[str, str]]) -> dict[str, tuple[float, dict[int, floa
     }
 
 
-def table(rows: list[dict[str, str]]) -> str:
+def table(rows: list[dict[str, str]], least: int = LEAST) -> str:
     """For each method the mean held-out loss at each learning rate, and at its best one the difference to DDP's best and the bytes.
 
-    The differences are seed by seed, with the 95 % interval of their mean. Trials of fewer seeds than LEAST are left out, if there are
+    The differences are seed by seed, with the 95 % interval of their mean. Trials of fewer seeds than `least` are left out, if there are
     others.
     """
     seeds = Counter((row["method"], row["lr"]) for row in rows)
-    least = min(LEAST, max(seeds.values()))
+    least = min(least, max(seeds.values()))
     rows = [row for row in rows if seeds[row["method"], row["lr"]] >= least]
     rates = sorted({float(row["lr"]) for row in rows})
     sent, best = {row["method"]: float(row["megabytes"]) for row in rows}, at_best(rows)

@@ -22,7 +22,7 @@ LIBRARIES = {  # modules to preload for the tests of an integration; test_docs.p
     "huggingface": ["rumor.integrations.huggingface", "accelerate", "transformers.models.gpt2.modeling_gpt2"],
 }
 N, BATCH, BATCHES = 4, 3, 7  # nodes; samples in a batch; batches of each node in an epoch
-AVERAGED_STATES = {  # what docs/beyond.md recommends, whose period changes at step 6; and state that is under way when a run is saved
+AVERAGED_STATES = {  # a period that follows the learning rate and changes at step 6; and state that is under way when a run is saved
     "global": rumor.gossip_pga(rumor.one_peer_exponential, H=rumor.LearningRate(3, 24, power=0.3), bits=4),
     "always": rumor.gossip_pga(rumor.ring, H=3, delay=1),
 }

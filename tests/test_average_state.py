@@ -28,8 +28,8 @@ METHODS: dict[str, Callable[[], Any]] = {
     "gossip_pga by gossip": lambda: rumor.gossip_pga(rumor.ring(N), 3, average_rounds=2),
     "gossip_pga 4 bits": lambda: rumor.gossip_pga(rumor.one_peer_exponential(N), 3, bits=4),
     "gossip_pga 8 bits delayed": lambda: rumor.gossip_pga(rumor.ring(N), 3, bits=8, delay=1),
-    "gossip_pga by learning rate 4 bits": lambda: rumor.gossip_pga(  # what docs/beyond.md recommends
-        rumor.one_peer_exponential(N), rumor.LearningRate(3, 24, power=0.3), bits=4
+    "gossip_pga by learning rate 4 bits": lambda: rumor.gossip_pga(
+        rumor.one_peer_exponential(N), rumor.LearningRate(1, 24, power=0.46), bits=4
     ),
     "gossip_aga": lambda: rumor.gossip_aga(rumor.ring(N), warmup=9, H_init=2, H_max=8),
     "local_sgd 8 bits": lambda: rumor.local_sgd(N, 3, bits=8),
@@ -137,6 +137,22 @@ def test_averaged_momentum_changes_nothing_in_parallel_sgd_and_something_elsewhe
         runs.append(run(sim, OPTIMIZERS["nesterov"](list(sim.parameters())), 0, STEPS))
         means = [x.mean(dim=1) for x in runs]
         assert (float((means[0] - means[1]).abs().max()) < 1e-12) == is_same
+
+
+@pytest.mark.parametrize("bits", [32, 4])
+def test_momentum_stays_local_while_every_step_averages_the_models(bits: int) -> None:
+    """Averaging it would not move the mean model. Once the period is longer, it is averaged."""
+    method = rumor.gossip_pga(rumor.one_peer_exponential(N), rumor.LearningRate(1, 4, power=2), bits=bits)  # H = 4 from step 11 on
+    sim, opt = simulator(method, "nesterov", "global")
+    plain = rumor.Simulator(network(), method)
+    means = run(sim, opt, 0, 11).mean(dim=1), run(plain, OPTIMIZERS["nesterov"](list(plain.parameters())), 0, 11).mean(dim=1)
+    torch.testing.assert_close(*means, rtol=0, atol=1e-12)
+    assert sim.metrics.bytes_sent == plain.metrics.bytes_sent
+    momentum = opt.state[next(sim.parameters())]["momentum_buffer"]
+    assert not torch.allclose(momentum[0], momentum[1])
+    run(sim, opt, 11, 15)
+    assert sim.metrics.H == 4
+    assert torch.equal(momentum[0], momentum[1])
 
 
 @pytest.mark.parametrize("name", ["gossip_pga 4 bits", "gossip_pga 8 bits delayed", "gossip_pga"])

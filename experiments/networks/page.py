@@ -29,6 +29,7 @@ from networks.paper import Reported, reported
 from networks.pictures import draw_curves, draw_order, draw_periods
 from networks.runs import Run, Table
 from networks.store import Settings, Store, rows_of
+from networks.verdicts import NOT_YET
 from text.study import RECIPES as TEXT_RECIPES
 from text.study import TABLES as TEXT
 from text.study import settings_of as text_settings
@@ -36,7 +37,6 @@ from text.study import settings_of as text_settings
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 STEP_TIMES = ROOT / "benchmarks" / "results" / "simulated-step.json"
-NOT_YET = "*Not run yet.*"
 TRAINED = "training accuracy, %"
 LR = TEXT_RECIPES["earlier"].lr
 CIFAR = ("cifar10", 50_000, "SmallResNet")  # the data, the training images and the network of the image tables
@@ -242,6 +242,7 @@ def filled_in(text: str, images: Store, words: Store, by_rate: Mapping[float, St
     whole: dict[str, Callable[[], str]] = {
         "headline": lambda: verdicts.headline(images),
         "headline-table": lambda: verdicts.headline_table(images),
+        "long": lambda: verdicts.long_runs(images),
         "order": lambda: verdicts.counted(images, words),
         "order-differs": lambda: verdicts.differing(words),
         "10": lambda: nodes_table(IMAGES["10"], images),

@@ -15,6 +15,7 @@ from networks.store import Store
 
 PARALLEL, BEST, REST = "Parallel SGD", ("Gossip-PGA", "Gossip-AGA"), ("Gossip SGD", "Local SGD")  # the methods of the headline
 LONG = "7 at 120 epochs"
+NOT_YET = "*Not run yet.*"
 KINDS = {  # what a verdict is called in a sentence
     "agrees": "agree",
     "agrees, wide interval": "agree, but our interval is wide",
@@ -72,6 +73,18 @@ def headline_table(images: Store) -> str:
             }
         )
     return tables.as_text(rows)
+
+
+def long_runs(images: Store) -> str:
+    """Say where the methods end that have runs as long as the paper's, next to Parallel SGD."""
+    found = {seeds.run.method: seeds for seeds in compare.of_table(IMAGES[LONG], images) if seeds.run.stretch == 1}
+    ends = []
+    for method, seeds in found.items():
+        if (interval := compare.interval(seeds, found[PARALLEL])) is not None:
+            lower, upper = (100 * end for end in interval)
+            away = 100 * compare.difference(seeds, found[PARALLEL])
+            ends.append(f"{method} {away:+.2f} ({lower:+.2f} to {upper:+.2f}, {len(seeds.values)} seeds)")
+    return f"- **With 120 epochs**, as in the paper, in points next to Parallel SGD's accuracy: {'; '.join(ends)}." if ends else NOT_YET
 
 
 def counted(images: Store, words: Store) -> str:
