@@ -7,7 +7,7 @@ gradients before the optimizer's step. All nodes are simulated in one process, a
     python experiments/adamw.py --data FOLDER                                   # FOLDER/enwik8; all methods at all learning rates
     python experiments/adamw.py --data FOLDER --methods DDP Gossip-PGA --lr 0.001 0.002 --seeds 3
     python experiments/adamw.py --data FOLDER --optimizer lamb --methods DDP Gossip-PGA "Gossip-PGA, 32 bits"       # results/lamb.csv
-    python experiments/adamw.py --data FOLDER --nodes 8 --width 256 --layers 4 --batch 32 --length 128 --steps 1500 --seeds 3 --best     # GPU
+    python experiments/adamw.py --data FOLDER --nodes 8 --width 256 --layers 4 --batch 32 --length 128 --steps 1500 --seeds 3 --best   # GPU
 
 Every finished run is a row of --out and is not run again, so you can stop the command at any time and start it again.
 """

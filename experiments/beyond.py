@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ import adamw
 import ddp_hooks
 import forest
 from images.networks import MLP
-from images.study import PERCEPTRON, USUAL, Recipe, settings_of
+from images.study import PERCEPTRON, RECIPES, USUAL, Recipe, settings_of
 from images.study import TABLES as IMAGES
 from logistic import tables
 from networks import compare
@@ -32,19 +33,23 @@ from networks.compare import Seeds
 from networks.page import NOT_YET, RESULTS, ROOT, at_best, runs_by_rate, stores
 from networks.runs import IID, QUASI_GLOBAL, TRACKING, Run
 from networks.sent import share_of_parallel
-from networks.store import Store
+from networks.store import Settings, Store
 from text.gpt import read
 
 PAGE, CHOOSING = ROOT / "docs" / "beyond.md", ROOT / "docs" / "choosing.md"
 SMALL_RECIPE = USUAL._replace(**PERCEPTRON, epochs=6)
 DILOCO_RATES = (SMALL_RECIPE.lr, 0.05)  # for 256 images per step
 SMALL = ("--net", "mlp", "--epochs", str(SMALL_RECIPE.epochs), "--device", "cpu", "--out", str(RESULTS / "beyond.csv"))
-SMALL_TABLES = (("beyond small", SMALL_RECIPE.lr), *(("diloco small", lr) for lr in DILOCO_RATES))
+SMALL_TABLES = (("beyond small", SMALL_RECIPE.lr), ("cosine small", SMALL_RECIPE.lr), *(("diloco small", lr) for lr in DILOCO_RATES))
 RATES = (0.004, 0.008, 0.016)
 LARGE = (  # 3 M parameters
-    *("--methods", "DDP", "DDP, 4 bits, optimizer=", "Gossip-PGA", "Gossip-PGA, H = 2", "--lr", "0.001", "0.002", "0.004", "0.008"),
-    *("--nodes", "8", "--width", "256", "--layers", "4", "--batch", "32", "--length", "128", "--steps", "1500"),
+    *("--methods", "DDP", "DDP, 4 bits, optimizer=", "Gossip-PGA", "Gossip-PGA, H = 2"),
+    *("--width", "256", "--layers", "4", "--batch", "32", "--length", "128", "--best"),
 )
+LARGE_RUNS = {  # nodes: the steps, and the learning rates
+    "8": ("--steps", "1500", "--lr", "0.001", "0.002", "0.004", "0.008"),
+    "32": ("--steps", "1000", "--lr", "0.002", "0.004"),
+}
 LONG_STEPS = "960"  # of a run with few global averages
 LONG = (
     *("--steps", LONG_STEPS, "--lr", "0.004", "0.008"),
@@ -109,7 +114,12 @@ def point_of(seeds: Seeds, mark: str = "") -> Point:
 
 def small_store(path: Path, recipe: Recipe = SMALL_RECIPE, images: int = 60_000) -> Store:
     """Open the results of the MLP on that many training images of Fashion-MNIST."""
-    return Store(path, IMAGES, lambda run: settings_of(run, recipe, "fashion-mnist", images, MLP.__name__, path))
+
+    def settings(run: Run) -> Settings:
+        of_run = recipe._replace(decay=RECIPES[run.recipe].decay)
+        return settings_of(run, of_run, "fashion-mnist", images, MLP.__name__, path)
+
+    return Store(path, IMAGES, settings)
 
 
 def of_images(table: str, store: Store, nodes: int, split: str) -> list[Point]:
@@ -182,6 +192,17 @@ def table_of(panel: Panel) -> str:
 def _away(ours: dict[int, float], theirs: dict[int, float], digits: int) -> str:
     """Format the difference, seed by seed, with the 95 % interval of its mean."""
     return compare.with_interval([ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())], digits)
+
+
+def cosine_table(store: Store) -> str:
+    """The methods that send least, with a learning rate that falls like a cosine: accuracy minus Parallel SGD's in each setting."""
+    rows: dict[str, tables.Row] = {}
+    for nodes, split in dict.fromkeys((run.nodes, run.split) for run in IMAGES["cosine small"].runs):
+        points = of_images("cosine small", store, nodes, split)
+        for point in points[1:]:
+            row = rows.setdefault(point.name, {"method": point.name, "bytes": f"1/{1 / point.sent:.1f}"})
+            row[f"{nodes}, {'even' if split == IID else split.capitalize()}"] = _away(point.values, points[0].values, 2)
+    return tables.as_text(list(rows.values())) if rows else NOT_YET
 
 
 def diloco_table(stores: Sequence[Store]) -> str:
@@ -281,6 +302,7 @@ def filled_in(text: str, found: Sequence[Panel]) -> str:
         "headline": lambda: headline(cifar),
         "short": lambda: short_table(cifar),
         "pairs": lambda: pairs_table(by_word),
+        "cosine": lambda: cosine_table(small_store(RESULTS / "beyond.csv")),
         "diloco": lambda: diloco_table([small_store(RESULTS / "beyond.csv", SMALL_RECIPE._replace(lr=lr)) for lr in DILOCO_RATES]),
         "diloco-gpt": lambda: diloco_gpt_table(gpt_rows("adamw", steps=LONG_STEPS)),
         "cifar-32-adaptive": lambda: against_adaptive(by_word["cifar-32"]),
@@ -294,8 +316,7 @@ def choosing(text: str) -> str:
         "bits": lambda: adamw.bits_table({name: gpt_rows(name) for name in adamw.OPTIMIZERS}),
         "adamw": lambda: _adamw(nodes=4),
         "adamw-8": lambda: _adamw(nodes=8),
-        "adamw-large-8": lambda: _adamw_large(nodes=8, steps=1500),
-        "adamw-large-32": lambda: _adamw_large(nodes=32, steps=1000),
+        **{f"adamw-large-{nodes}": partial(_adamw_large, nodes) for nodes in LARGE_RUNS},
         "lamb": lambda: adamw.table(gpt_rows("lamb")),
         "hooks": lambda: ddp_hooks.table(read(ddp_hooks.RESULTS)),
     }
@@ -307,10 +328,9 @@ def _adamw(nodes: int) -> str:
     return adamw.table(rows) if rows else NOT_YET
 
 
-def _adamw_large(nodes: int, steps: int) -> str:
+def _adamw_large(nodes: str) -> str:
     """The runs with 3 M parameters on a GPU, also those of one seed."""
-    size = {"width": "256", "nodes": str(nodes), "steps": str(steps)}
-    rows = adamw.with_values(read(adamw.RESULTS), size)
+    rows = adamw.with_values(read(adamw.RESULTS), {"width": "256", "nodes": nodes})
     return adamw.table(rows, least=1) if rows else NOT_YET
 
 
@@ -356,7 +376,7 @@ def commands(folder: Path, device: str) -> list[list[str]]:
     if (folder / "cifar-10-batches-bin").is_dir() and has_gpu:
         found.append([images, "--data", str(folder / "cifar-10-batches-bin"), "--table", "beyond"])
     if (folder / "enwik8").is_file() and has_gpu:
-        found.append([*gpt, *LARGE])
+        found += [[*gpt, *LARGE, "--nodes", nodes, *more] for nodes, more in LARGE_RUNS.items()]
     if (folder / "fashion-mnist").is_dir():
         small = [images, "--data", str(folder / "fashion-mnist"), *SMALL]
         found += [[*small, "--table", table, "--lr", str(lr)] for table, lr in SMALL_TABLES]

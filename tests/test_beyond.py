@@ -74,7 +74,7 @@ def test_the_commands_are_for_the_data_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "enwik8").touch()
     on_gpu, on_cpu = (beyond.commands(tmp_path, device) for device in ("cuda", "cpu"))
     small = ["image_classification"] * len(beyond.SMALL_TABLES)
-    assert [Path(command[0]).stem for command in on_gpu] == ["image_classification", "adamw", *small, "adamw", "adamw"]
+    assert [Path(command[0]).stem for command in on_gpu] == ["image_classification", "adamw", "adamw", *small, "adamw", "adamw"]
     assert [Path(command[0]).stem for command in on_cpu] == [*small, "adamw", "adamw"]
 
 

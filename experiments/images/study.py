@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from networks import trials
 from networks.runs import QUASI_GLOBAL, QUICK, TRACKING, Run, Table, changed
-from networks.store import Settings
+from networks.store import USUAL_DECAY, Settings
 
 IMAGES = 256  # a recipe's lr is for this many images per step; it grows with the total batch of all nodes (linear scaling)
 
@@ -22,6 +22,7 @@ class Recipe(NamedTuple):
     epochs: int = 40
     batch: int = 32  # images per node and step
     like: int | None = None  # take the learning rate and the steps of this many nodes with 32 images each
+    decay: str = USUAL_DECAY  # how the learning rate falls: in stages, or cosine
     is_tuned: bool = False  # whether the learning rate is Parallel SGD's best of the trials, if there are any
 
 
@@ -31,6 +32,7 @@ RECIPES = {
     "120 epochs": USUAL._replace(epochs=120, is_tuned=True),
     "no smoothing": USUAL._replace(label_smoothing=0.0, epochs=120, is_tuned=True),
     "no momentum": USUAL._replace(is_tuned=True),
+    "cosine": USUAL._replace(decay="cosine"),
     "as 32 nodes": USUAL._replace(batch=20, like=32),  # 50 x 20 images are nearest to 32 x 32 from below
 }
 SHORT: dict[str, Any] = {"lr": 4.0, "epochs": 2}  # for --quick, which has smaller batches and shorter runs
@@ -78,6 +80,14 @@ def beyond(nodes: int, odd: int) -> Table:
     return Table((*changed((*ON_ALL, *uneven), nodes=nodes), *changed((*ON_ALL, *on_base_graph), nodes=odd)), seeds=5)
 
 
+def cosine(nodes: int, odd: int) -> Table:
+    """The methods that send least, with a learning rate that falls like a cosine, on even and uneven labels."""
+    few = (*(run for run in ON_ALL if isinstance(run.H, tuple) and run.H[0] == 1), FOUR_BITS, replace(AGA, bits=4))
+    runs = changed((PARALLEL, replace(PARALLEL, bits=4), *few), recipe="cosine")
+    uneven = (run for alpha in (0.3, 0.1) for run in changed(runs, split=f"dirichlet({alpha})"))
+    return Table((*changed((*runs, *uneven), nodes=nodes), *changed(runs, nodes=odd)), seeds=5)
+
+
 def diloco(nodes: int) -> Table:
     """DiLoCo and Local SGD at short and long periods; DiLoCo also with gossip between its outer steps."""
     periods, outers = (6, 24, 96), ((0.7, 0.9), (0.7, 0.5), (1.0, 0.3))
@@ -109,6 +119,8 @@ TABLES = {
     "bits again": Table(tuple(replace(PGA, bits=bits, split="dirichlet(0.3)") for bits in (32, 4)), seeds=10),
     "beyond": beyond(32, 50),
     "beyond small": beyond(16, 20),  # for --net mlp on a CPU
+    "cosine": cosine(32, 50),
+    "cosine small": cosine(16, 20),  # for --net mlp on a CPU
     "diloco": diloco(32),
     "diloco small": diloco(16),  # for --net mlp on a CPU
     "1": Table(TABLE_1, seeds=5),
@@ -138,5 +150,6 @@ def settings_of(run: Run, recipe: Recipe, data: str, images: int, net: str, resu
         lr=lr * together / IMAGES,
         weight_decay=recipe.weight_decay,
         smoothing=recipe.label_smoothing,
+        decay=recipe.decay,
     )
     return once.stretched(run.stretch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,21 +15,25 @@ from images.split import Split
 from images.study import USUAL
 from networks.engines import Trainer, all_of_ranks, mean_over_ranks, step_bar
 from networks.runs import Run
-from networks.store import Point, Settings
+from networks.store import USUAL_DECAY, Point, Settings
 
 WARM_UP = 0.04  # share of all steps, as in the paper
 DECAYS = (0.25, 0.5, 0.75)  # shares of the run after which the learning rate falls to a tenth
 
 
-def lr_at(step: int, steps: int, peak: float) -> float:
-    """The learning rate: linear warm-up, then a tenth at each of DECAYS.
+def lr_at(step: int, steps: int, peak: float, decay: str = USUAL_DECAY) -> float:
+    """The learning rate: linear warm-up, then a tenth at each of DECAYS, or half a cosine.
 
     >>> [round(lr_at(k, 100, 1.0), 3) for k in (0, 2, 4, 24, 25, 50, 75)]
     [0.1, 0.55, 1.0, 1.0, 0.1, 0.01, 0.001]
+    >>> [round(lr_at(k, 100, 1.0, "cosine"), 3) for k in (2, 4, 52, 99)]
+    [0.55, 1.0, 0.5, 0.0]
     """
     done = step / steps
     if done < WARM_UP:
         return peak * (0.1 + 0.9 * done / WARM_UP)
+    if decay == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * (done - WARM_UP) / (1 - WARM_UP)))
     return float(peak * 0.1 ** sum(done >= decay for decay in DECAYS))
 
 
@@ -72,7 +77,7 @@ def train(trainer: Trainer, run: Run, data: Data, scale: Scale, split: Split, se
             order = split.epoch(settings.batch, random)[: steps // settings.epochs]
             losses = []
             for x, y in data.take(order, trainer.nodes, random.initial_seed()):
-                losses.append(trainer.step((scale(x), y), lr_at(k, steps, settings.lr)).mean())
+                losses.append(trainer.step((scale(x), y), lr_at(k, steps, settings.lr, settings.decay)).mean())
                 k += 1
                 bar.update()
             mean, share, rounds = trainer.mean_model(), (trainer.global_rounds() - rounds) / len(losses), trainer.global_rounds()

@@ -17,8 +17,11 @@ Row = dict[str, str]
 Key = tuple[str, ...]
 KEY = (  # the columns that identify a run
     *("method", "topology", "H", "nodes", "stretch", "epochs", "steps", "seed", "split", "momentum", "bits", "state", "outer"),
-    *("lr", "batch", "weight_decay", "smoothing", "net", "data", "optimizer"),
+    *("lr", "decay", "batch", "weight_decay", "smoothing", "net", "data", "optimizer"),
 )
+
+
+USUAL_DECAY = "usual"  # how the study's learning rate falls
 
 
 class Point(NamedTuple):
@@ -36,6 +39,7 @@ COLUMNS = ("table", *KEY, "accuracy", "worst_node", "loss", "global_share", "hou
 CURVE_COLUMNS = (*KEY, "point", *Point._fields)
 ADDED = {
     "optimizer": "SGD",
+    "decay": USUAL_DECAY,
     "state": "",
     "outer": "",
     **dict.fromkeys(Point._fields[2:], ""),
@@ -55,6 +59,7 @@ class Settings:
     weight_decay: float
     smoothing: float | None  # label smoothing; None if there are no labels
     optimizer: str = "SGD"
+    decay: str = USUAL_DECAY  # or cosine
 
     def stretched(self, times: int) -> Settings:
         return replace(self, epochs=times * self.epochs, steps=times * self.steps)

@@ -48,7 +48,7 @@ class GPT(nn.Module):
 def advanced(layer: nn.TransformerEncoderLayer, hidden: Tensor) -> Tensor:
     """Apply one layer to hidden [B, length, width], where each character sees those before it.
 
-    It computes what the layer itself does. But torch's attention moves the length to the front and back again, which under vmap costs copies.
+    It computes what the layer itself does. But torch's attention moves the length to the front and back again: copies, under vmap.
     """
     attention = layer.self_attn
     rows = functional.linear(layer.norm1(hidden), attention.in_proj_weight, attention.in_proj_bias)
