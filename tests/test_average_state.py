@@ -155,6 +155,41 @@ def test_momentum_stays_local_while_every_step_averages_the_models(bits: int) ->
     assert torch.equal(momentum[0], momentum[1])
 
 
+@pytest.mark.parametrize("options", [{"delay": 1}, {"average_rounds": 2}], ids=str)
+def test_momentum_is_averaged_where_nodes_differ_after_an_average(options: dict[str, int]) -> None:
+    method = rumor.gossip_pga(rumor.ring(N), 1, **options)
+    sim, opt = simulator(method, "nesterov", "global")
+    run(sim, opt, 0, 5)
+    plain = rumor.Simulator(network(), method)
+    run(plain, OPTIMIZERS["nesterov"](list(plain.parameters())), 0, 5)
+    assert sim.metrics.bytes_sent == 2 * plain.metrics.bytes_sent
+
+
+class SignOfMomentum(torch.optim.Optimizer):
+    """Like Lion: its step is not linear in the momentum."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            momentum = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+            if p.grad is not None:
+                momentum.lerp_(p.grad, 0.1)
+            p.sub_(self.param_groups[0]["lr"] * momentum.sign())
+
+
+def test_momentum_of_a_step_that_is_not_linear_is_averaged_at_every_global_average() -> None:
+    sim = rumor.Simulator(network(), rumor.local_sgd(N, 1))
+    opt = SignOfMomentum(list(sim.parameters()))
+    sim.average_state(opt, "global")
+    run(sim, opt, 0, 3)
+    momentum = opt.state[next(sim.parameters())]["exp_avg"]
+    assert momentum.any()
+    torch.testing.assert_close(momentum, momentum[:1].expand_as(momentum))
+
+
 @pytest.mark.parametrize("name", ["gossip_pga 4 bits", "gossip_pga 8 bits delayed", "gossip_pga"])
 def test_mixing_keeps_the_mean_of_the_state(name: str) -> None:
     sim, opt = simulator(METHODS[name](), "nesterov", "always")

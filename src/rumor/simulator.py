@@ -80,11 +80,11 @@ class Simulator:
             self._runner = Runner(algorithm, self.engine, model, buffers)
         else:
             self._state.has_changed()  # creates what is missing
-            in_full, gossips = self._state.in_full, self._average_state == "always"
+            in_full = self._state.in_full
             self._state_buckets = (StackedBuckets if in_full else buckets)(self._state_rows(self._state))
             mixed: Buckets = NO_BUCKETS if in_full else self._state_buckets
             full: Buckets = self._state_buckets if in_full else NO_BUCKETS
-            self._runner = Runner(algorithm, self.engine, model, buffers, mixed, gossips, full)
+            self._runner = Runner(algorithm, self.engine, model, buffers, mixed, self._state.mixed, full)
         must_be_finite = self._runner.nodes.buffers.finite_check is not None
         self._checked_buffers = [row for row in rows[1] if row.numel()] if must_be_finite else []
         self._was_global = False  # whether the last round was

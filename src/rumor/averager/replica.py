@@ -61,11 +61,11 @@ class Replica:
             if broadcast:
                 node.broadcast(self._state.tensors())
             self._state_shard = node.shard(self._state.tensors())
-            in_full, gossips = self._state.in_full, self._average_state == "always"
+            in_full = self._state.in_full
             self._state_buckets = FlatBuckets(self._state_shard.mine, engine.allocate, 32 if in_full else algorithm.bits)
             mixed: Buckets = NO_BUCKETS if in_full else self._state_buckets
             full: Buckets = self._state_buckets if in_full else NO_BUCKETS
-            self.runner = Runner(algorithm, engine, self.buckets, self._buffer_buckets, mixed, gossips, full)
+            self.runner = Runner(algorithm, engine, self.buckets, self._buffer_buckets, mixed, self._state.mixed, full)
 
     @property
     def device(self) -> torch.device:

@@ -26,6 +26,8 @@ from rumor.schedule import Schedule, ScheduleState
 from rumor.topology import Topology
 
 Kind = Literal["gossip", "global", "none"]
+# when the optimizer's state is mixed: at every step, at global averages, or at global averages of models that have come apart
+WhenMixed = Literal["always", "global", "apart"]
 Builder = Callable[[int], Topology]  # rumor.ring and the like: the topology for n nodes
 Self = TypeVar("Self", bound="Algorithm")
 
@@ -56,7 +58,7 @@ class Nodes(NamedTuple):
         buffers: its float buffers, which global averages include.
         engine: connects the nodes.
         state: the optimizer's state that is mixed like the model; no buckets if there is none.
-        gossips_state: whether gossip steps mix `state`, too.
+        state_mixed: when `state` is mixed.
         full_state: the optimizer's state that global averages include without codes, as they do with buffers.
     """
 
@@ -64,7 +66,7 @@ class Nodes(NamedTuple):
     buffers: Buckets
     engine: Engine
     state: Buckets = NO_BUCKETS
-    gossips_state: bool = False
+    state_mixed: WhenMixed = "global"
     full_state: Buckets = NO_BUCKETS
 
     @property
@@ -78,13 +80,9 @@ class Nodes(NamedTuple):
         return JoinedBuckets(self.x, self.state) if len(self.state) else self.x
 
     def mixed_in(self, step: Step) -> Buckets:
-        """Return what a step mixes: the model, then the optimizer's state if it takes part.
-
-        While every step averages the models, averaging momentum would not change them: the mean model moves by the mean of the momenta
-        either way. So momentum that is averaged at global averages stays local then, which saves half of the bytes.
-        """
-        takes_part = self.gossips_state or (step.kind == "global" and not step.follows_average)
-        return self.with_state if takes_part else self.x
+        """Return what a step mixes: the model, then the optimizer's state if it takes part."""
+        at_global = self.state_mixed == "global" or not step.follows_average
+        return self.with_state if self.state_mixed == "always" or (step.kind == "global" and at_global) else self.x
 
 
 @dataclass

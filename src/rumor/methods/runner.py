@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rumor.engines import NO_BUCKETS, Buckets, Buffer, Engine, Pending
 from rumor.engines.engine import all_finite, largest_magnitude, uses_all_reduce
-from rumor.methods.algorithm import Algorithm, Nodes, Step, describe, wait_for
+from rumor.methods.algorithm import Algorithm, Nodes, Step, WhenMixed, describe, wait_for
 from rumor.methods.saved_state import check_format, read_state, saved_state
 from rumor.metrics import span
 from rumor.schedule import ScheduleState
@@ -20,7 +20,7 @@ from rumor.schedule import ScheduleState
 class Runner:
     """Runs `algorithm` on the model `x` and the float `buffers` of the nodes that `engine` has here.
 
-    `state` and `full_state` are the parts of the optimizer's state that are averaged, too: see `Nodes`.
+    `state`, which is mixed when `state_mixed` says, and `full_state` are the parts of the optimizer's state that are averaged: see `Nodes`.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class Runner:
         x: Buckets,
         buffers: Buckets,
         state: Buckets = NO_BUCKETS,
-        gossips_state: bool = False,
+        state_mixed: WhenMixed = "global",
         full_state: Buckets = NO_BUCKETS,
     ):
         self.algorithm, self.engine, self.metrics = algorithm, engine, engine.metrics
@@ -38,7 +38,7 @@ class Runner:
         buffers.finite_check = largest_magnitude if all_finite(buffers, largest_magnitude) else None
         if len(full_state):
             full_state.finite_check = largest_magnitude  # squares of squares would overflow
-        self.nodes = Nodes(x, buffers, engine, state, gossips_state, full_state)
+        self.nodes = Nodes(x, buffers, engine, state, state_mixed, full_state)
         self.state = algorithm.start(self.nodes)
         self.metrics.H = self.state.schedule.H
         self._step: Step | None = None  # the step under way
@@ -113,7 +113,7 @@ class Runner:
         algorithm, topology = self.algorithm, self.algorithm.topology
         sends_messages = algorithm.delay == 0 and not uses_all_reduce(topology, algorithm.bits)
         if self._sent and sends_messages and algorithm.kind(self.state) == "gossip":
-            will_be_sent = self._sent[: len(self.nodes.with_state if self.nodes.gossips_state else self.nodes.x)]
+            will_be_sent = self._sent[: len(self.nodes.mixed_in(Step(self.k, "gossip")))]
             self.engine.post_receives(will_be_sent, topology, self.state.schedule.k, algorithm.bits)
 
     def step(self, loss: Tensor | None, lr: float | None) -> Step:

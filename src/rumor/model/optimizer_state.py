@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from rumor.methods.algorithm import Algorithm
+from rumor.methods.algorithm import Algorithm, WhenMixed
 from rumor.schedule import Never
 
 AverageState = Literal["global", "always"]
@@ -50,6 +50,17 @@ class OptimizerState:
         self.in_full = self._has_squares and average_state == "global"
         self.check_method(algorithm)
         self._remembered = [self._get(p, name) for p, name in self._places]
+
+    @property
+    def mixed(self) -> WhenMixed:
+        """When the state is mixed.
+
+        While every step averages the models, averaging SGD's momentum would not change them: its step is linear, so the mean model moves by
+        the mean of the momenta either way. Sending it would only cost bytes, and add the errors of codes.
+        """
+        if self._average_state == "always":
+            return "always"
+        return "apart" if isinstance(self.optimizer, torch.optim.SGD) else "global"
 
     @property
     def _kind(self) -> str:
