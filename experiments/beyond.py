@@ -196,12 +196,14 @@ def _away(ours: dict[int, float], theirs: dict[int, float], digits: int) -> str:
 
 def cosine_table(store: Store) -> str:
     """The methods that send least, with a learning rate that falls like a cosine: accuracy minus Parallel SGD's in each setting."""
+    settings = dict.fromkeys((run.nodes, run.split) for run in IMAGES["cosine small"].runs)
+    titles = {(nodes, split): f"{nodes}, {'even' if split == IID else split.capitalize()}" for nodes, split in settings}
     rows: dict[str, tables.Row] = {}
-    for nodes, split in dict.fromkeys((run.nodes, run.split) for run in IMAGES["cosine small"].runs):
+    for nodes, split in settings:
         points = of_images("cosine small", store, nodes, split)
         for point in points[1:]:
-            row = rows.setdefault(point.name, {"method": point.name, "bytes": f"1/{1 / point.sent:.1f}"})
-            row[f"{nodes}, {'even' if split == IID else split.capitalize()}"] = _away(point.values, points[0].values, 2)
+            new: tables.Row = {"method": point.name, "bytes": f"1/{1 / point.sent:.1f}", **dict.fromkeys(titles.values(), "-")}
+            rows.setdefault(point.name, new)[titles[nodes, split]] = _away(point.values, points[0].values, 2)
     return tables.as_text(list(rows.values())) if rows else NOT_YET
 
 

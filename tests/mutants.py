@@ -62,7 +62,8 @@ MUTANTS = [
     Mutant("methods/runner.py", "tensors.write(b, message.wait().x * (engine.n / count))", "tensors.write(b, message.wait().x)"),
     Mutant("methods/saved_state.py", '"weights": weights,', '"weights": [1.0] * len(weights),'),
     Mutant("methods/algorithm.py", "if self.topology.n != n:", "if False:"),
-    Mutant("schedule.py", "- 1e-9), 1), H_max)", "), 1), H_max)"),
+    Mutant("schedule.py", "math.ceil(period - 1e-9)", "math.ceil(period)"),
+    Mutant("schedule.py", "math.floor(period + 0.5 + 1e-9)", "math.ceil(period)"),
     Mutant("schedule.py", "lr_max = max(state.lr_max, signal)", "lr_max = state.lr_max or signal"),
     Mutant("schedule.py", "if state.k < self.warmup or state.samples == 0:", "if state.k < self.warmup:"),
     # engines

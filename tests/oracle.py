@@ -202,9 +202,9 @@ def oracle(
                     H = int(np.clip(np.ceil(ratio**exponent * H_init - 1e-9), 1, H_max))
 
         if H_min is not None and is_global and k - delay >= 0:
-            # H <- ceil(H_min (largest lr so far / lr of step k - delay)^power - 1e-9), within H_min ... H_max
+            # H <- H_min (largest lr so far / lr of step k - delay)^power, rounded to the nearest (a half up), within H_min ... H_max
             largest_lr = max(largest_lr, lr(k - delay))
-            H = int(np.clip(np.ceil(H_min * (largest_lr / lr(k - delay)) ** power - 1e-9), H_min, H_max))
+            H = int(np.clip(np.floor(H_min * (largest_lr / lr(k - delay)) ** power + 0.5 + 1e-9), H_min, H_max))
 
         X_all.append(x / w[:, None])
         losses_all.append(losses)

@@ -29,7 +29,7 @@ METHODS: dict[str, Callable[[], Any]] = {
     "gossip_pga 4 bits": lambda: rumor.gossip_pga(rumor.one_peer_exponential(N), 3, bits=4),
     "gossip_pga 8 bits delayed": lambda: rumor.gossip_pga(rumor.ring(N), 3, bits=8, delay=1),
     "gossip_pga by learning rate 4 bits": lambda: rumor.gossip_pga(
-        rumor.one_peer_exponential(N), rumor.LearningRate(1, 24, power=0.46), bits=4
+        rumor.one_peer_exponential(N), rumor.LearningRate(1, 24, power=0.48), bits=4
     ),
     "gossip_aga": lambda: rumor.gossip_aga(rumor.ring(N), warmup=9, H_init=2, H_max=8),
     "local_sgd 8 bits": lambda: rumor.local_sgd(N, 3, bits=8),

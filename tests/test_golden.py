@@ -15,7 +15,7 @@ AVERAGED_STATE = {  # with averaged momentum; a period from 1 on leaves it local
     for shortest, H in ((3, rumor.LearningRate(3, 24, power=0.3)), (1, rumor.LearningRate(1, 24, power=2)))
 }
 RECOMMENDED = {  # in docs/beyond.md
-    "recommended": lambda: rumor.gossip_pga(rumor.one_peer_exponential(N), rumor.LearningRate(1, 24, power=0.46), bits=4)
+    "recommended": lambda: rumor.gossip_pga(rumor.one_peer_exponential(N), rumor.LearningRate(1, 24, power=0.48), bits=4)
 }
 BUILDERS = ALGORITHMS | FIVE_NODES | AVERAGED_STATE | RECOMMENDED
 

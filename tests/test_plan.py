@@ -104,7 +104,7 @@ def test_the_most_accurate_setting_is_named_where_gossip_with_few_bits_is_taken(
     (note,) = [note for note in advice.notes if MOST_ACCURATE in note]
     assert "Averager(..., optimizer=opt)" in note
     assert "docs/beyond.md" in note
-    schedule = rumor.LearningRate(1, ITS_LONGEST, power=0.46)
+    schedule = rumor.LearningRate(1, ITS_LONGEST, power=0.48)
     assert rumor.method(MOST_ACCURATE) == rumor.gossip_pga(rumor.one_peer_exponential, H=schedule, bits=4)
     for without in (
         recommend(4, WORK, measured(), bits=32),

@@ -55,7 +55,8 @@ class Run:
         """Which steps average globally, for methods with a period."""
         if isinstance(self.H, tuple):
             shortest, longest = self.H
-            return rumor.LearningRate(shortest, longest, power=math.log10(longest / shortest) / TENTHS)
+            growth = math.ceil((longest / shortest) ** (1 / TENTHS) - 1e-9)
+            return rumor.LearningRate(shortest, longest, power=math.log10(growth))
         return rumor.Periodic(self.H or 1)
 
     def algorithm(self, steps: int) -> Algorithm:

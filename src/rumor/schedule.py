@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeGuard
 
@@ -83,12 +84,20 @@ def _is_usable(signal: float | None) -> TypeGuard[float]:
     return signal is not None and math.isfinite(signal) and signal > 0
 
 
-def _scaled(H: int, log_factor: float, H_max: int) -> int:
-    """Return ceil(H exp(log_factor)), kept within 1 and H_max. It takes the logarithm because the factor itself could overflow."""
+def _scaled(H: int, log_factor: float, H_max: int, whole: Callable[[float], int]) -> int:
+    """Return whole(H exp(log_factor)), kept within 1 and H_max. It takes the logarithm because the factor itself could overflow."""
     if log_factor >= math.log(H_max):
         return H_max
-    # the 1e-9 keeps rounding from turning a factor of exactly 1 (or 2, ...) into two different periods
-    return min(max(math.ceil(H * math.exp(min(log_factor, 700.0)) - 1e-9), 1), H_max)
+    return min(max(whole(H * math.exp(min(log_factor, 700.0))), 1), H_max)
+
+
+# the 1e-9 keeps rounding from turning a factor of exactly 1 (or 2, ...) into two different periods
+def _rounded_up(period: float) -> int:
+    return math.ceil(period - 1e-9)
+
+
+def _nearest(period: float) -> int:
+    return math.floor(period + 0.5 + 1e-9)
 
 
 @dataclass(frozen=True)
@@ -174,7 +183,8 @@ class Adaptive(Schedule):
         if state.k < self.warmup or state.samples == 0:
             samples = state.samples + 1
             return after._replace(samples=samples, F_init=state.F_init + (signal - state.F_init) / samples)
-        return after._replace(H=_scaled(self.H_init, self.exponent * (math.log(state.F_init) - math.log(signal)), self.H_max))
+        log_factor = self.exponent * (math.log(state.F_init) - math.log(signal))
+        return after._replace(H=_scaled(self.H_init, log_factor, self.H_max, _rounded_up))
 
     def resumed(self, state: ScheduleState) -> ScheduleState:
         H = (
@@ -185,11 +195,12 @@ class Adaptive(Schedule):
 
 @dataclass(frozen=True)
 class LearningRate(Schedule):
-    """A period that grows as the learning rate falls: H = ceil(H_min (lr_max / lr)^power), kept within H_min and H_max.
+    """A period that grows as the learning rate falls: H is H_min (lr_max / lr)^power, rounded, and kept within H_min and H_max.
 
     lr is the learning rate of step k, averaged over all nodes at a global average; lr_max is the largest of them so far. So H = H_min while
-    the learning rate warms up. A learning rate that is not finite and positive changes nothing. power = 2 is the Quadratic
-    Synchronization Rule (Gu et al., "A Quadratic Synchronization Rule for Distributed Deep Learning", ICLR 2024).
+    the learning rate warms up. H is rounded to the nearest number, so that H_min = 1 lasts until the learning rate has clearly fallen. A
+    learning rate that is not finite and positive changes nothing. power = 2 is the Quadratic Synchronization Rule (Gu et al., "A Quadratic
+    Synchronization Rule for Distributed Deep Learning", ICLR 2024).
 
     >>> schedule = LearningRate(H_min=2, H_max=16)
     >>> state, periods = schedule.start(), []
@@ -224,7 +235,8 @@ class LearningRate(Schedule):
         if not is_global or not _is_usable(signal):
             return after
         lr_max = max(state.lr_max, signal)
-        return after._replace(H=_scaled(self.H_min, self.power * (math.log(lr_max) - math.log(signal)), self.H_max), lr_max=lr_max)
+        log_factor = self.power * (math.log(lr_max) - math.log(signal))
+        return after._replace(H=_scaled(self.H_min, log_factor, self.H_max, _nearest), lr_max=lr_max)
 
     def resumed(self, state: ScheduleState) -> ScheduleState:
         H = min(max(state.H or self.H_min, self.H_min), self.H_max) if state.lr_max else self.H_min  # no lr_max: see Adaptive

@@ -14,7 +14,7 @@ DELAY_MISSES = "with delay=1 in float32 the accuracy ended a little lower (docs/
 DEFAULT_PERIOD = 6  # of gossip_pga
 TIE = 0.02  # gossip steps within this share of each other count as equally fast
 LONGEST = 64  # the longest period to recommend (Gossip-AGA's own limit)
-MOST_ACCURATE = "gossip_pga(one_peer_exponential, H=LearningRate(1, 24, power=0.46), bits=4)"  # of what sends so little (docs/beyond.md)
+MOST_ACCURATE = "gossip_pga(one_peer_exponential, H=LearningRate(1, 24, power=0.48), bits=4)"  # of what sends so little (docs/beyond.md)
 ITS_LONGEST = 24  # its longest period
 
 
