@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -209,7 +210,7 @@ def loss_in_bfloat16(model: torch.nn.Module, rows: Tensor) -> Tensor:
 class Nodes:
     """All nodes, their optimizer, and the two parts of a step between which gradients can be mixed.
 
-    On a GPU both parts are compiled and captured as graphs, once for all runs, and forward and backward compute in bfloat16.
+    On a GPU both parts are captured as graphs, once for all runs. Forward and backward are compiled, and compute in bfloat16.
     """
 
     def __init__(self, text: Tensor, options: argparse.Namespace):
@@ -375,7 +376,7 @@ def main() -> None:
                 break
             rows = with_values(read(options.out), sizes)
             key = {"method": name, "lr": str(lr), "seed": str(seed)}
-            if with_values(rows, key) or (options.best and seed and lr != best_rate(rows, name)):
+            if with_values(rows, key) or (options.best and seed and lr != best_rate(rows, name, options.lr)):
                 continue
             nodes = nodes or Nodes(text, options)
             loss, megabytes, seconds = train(nodes, name, lr, seed, text, options)
@@ -390,9 +391,10 @@ def with_values(rows: list[dict[str, str]], wanted: dict[str, str]) -> list[dict
     return [row for row in rows if all(row[column] == value for column, value in wanted.items())]
 
 
-def best_rate(rows: list[dict[str, str]], method: str) -> float:
-    """Return the learning rate at which the method has the lowest loss with seed 0."""
-    return float(min(with_values(rows, {"method": method, "seed": "0"}), key=lambda row: float(row["loss"]))["lr"])
+def best_rate(rows: list[dict[str, str]], method: str, rates: Sequence[float]) -> float:
+    """Return the one of these learning rates at which the method has the lowest loss with seed 0. A run that diverged is the worst."""
+    losses = {float(row["lr"]): float(row["loss"]) for row in with_values(rows, {"method": method, "seed": "0"})}
+    return min(rates, key=lambda lr: math.inf if math.isnan(losses[lr]) else losses[lr])
 
 
 if __name__ == "__main__":

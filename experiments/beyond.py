@@ -47,8 +47,8 @@ LARGE = (  # 3 M parameters
     *("--width", "256", "--layers", "4", "--batch", "32", "--length", "128", "--best"),
 )
 LARGE_RUNS = {  # nodes: the steps, and the learning rates
-    "8": ("--steps", "1500", "--lr", "0.001", "0.002", "0.004", "0.008"),
-    "32": ("--steps", "1000", "--lr", "0.002", "0.004"),
+    8: ("--steps", "1500", "--lr", "0.001", "0.002", "0.004", "0.008"),
+    32: ("--steps", "1000", "--lr", "0.002", "0.004"),
 }
 LONG_STEPS = "960"  # of a run with few global averages
 LONG = (
@@ -134,10 +134,9 @@ def of_bert(by_rate: Mapping[float, Store]) -> list[Point]:
     return [point_of(seeds, f", lr {lr:g}") for lr, seeds in at_best(runs_by_rate(by_rate)) if seeds.run.stretch == 1]
 
 
-def gpt_rows(optimizer: str, nodes: int = 4, steps: str = GPT_SIZE["steps"]) -> list[dict[str, str]]:
-    """Return the runs of adamw.py that the pages show."""
-    size = {**GPT_SIZE, "nodes": str(nodes), "steps": steps}
-    return [row for row in read(adamw.RESULTS.with_stem(optimizer)) if all(row[name] == value for name, value in size.items())]
+def gpt_rows(optimizer: str, nodes: int = 4, **size: str) -> list[dict[str, str]]:
+    """Return the runs of adamw.py that the pages show. `size` is what differs from GPT_SIZE."""
+    return adamw.with_values(read(adamw.RESULTS.with_stem(optimizer)), {**GPT_SIZE, "nodes": str(nodes), **size})
 
 
 def of_gpt(rows: list[dict[str, str]]) -> list[Point]:
@@ -266,13 +265,14 @@ def against_adaptive(panel: Panel) -> str:
 
 def headline(cifar: Sequence[Panel]) -> str:
     """The first sentence of the page: how far the recommended method is from Parallel SGD on CIFAR-10."""
-    found = [_from(panel.points[0], _named(panel, RECOMMENDED)) for panel in cifar]
-    away, clear = [mean for mean, _ in found], sum(abs(mean) > half for mean, half in found)
-    chance = "All of these differences may be chance" if not clear else f"{clear} of these differences are beyond chance"
+    points = [(panel.points[0], point) for panel in cifar if (point := _named(panel, RECOMMENDED)) is not None]
+    found = [_from(*both) for both in points]
+    away, beyond = [mean for mean, _ in found], sum(abs(mean) > half for mean, half in found)
+    chance = f"{beyond} of these differences can't be chance" if beyond else "All of these differences may be chance"
     return (
-        "With an eleventh of the bytes, **Gossip-PGA with 4 bits and a period that follows the learning rate** ends at Parallel SGD's\n"
-        f"accuracy on CIFAR-10: {min(away):+.2f} to {max(away):+.2f} points from it, in four settings with even and uneven data. {chance}\n"
-        "(95 % intervals)."
+        "With an eleventh of the bytes, **Gossip-PGA with 4 bits and a period that follows the learning rate** ends close to Parallel\n"
+        f"SGD's accuracy on CIFAR-10: {min(away):+.2f} to {max(away):+.2f} points from it, in four settings with even and uneven data.\n"
+        f"{chance} (95 % intervals)."
     )
 
 
@@ -290,11 +290,12 @@ def _gap(panel: Panel, name: str) -> str:
 
 def _from_first(panel: Panel, name: str) -> float:
     """Return the mean difference of a method to the panel's first point; NaN if it was not run."""
-    return _from(panel.points[0], _named(panel, name))[0] if any(point.name == name for point in panel.points) else math.nan
+    point = _named(panel, name)
+    return math.nan if point is None else _from(panel.points[0], point)[0]
 
 
-def _named(panel: Panel, name: str) -> Point:
-    return next(point for point in panel.points if point.name == name)
+def _named(panel: Panel, name: str) -> Point | None:
+    return next((point for point in panel.points if point.name == name), None)
 
 
 def filled_in(text: str, found: Sequence[Panel]) -> str:
@@ -318,22 +319,16 @@ def choosing(text: str) -> str:
         "bits": lambda: adamw.bits_table({name: gpt_rows(name) for name in adamw.OPTIMIZERS}),
         "adamw": lambda: _adamw(nodes=4),
         "adamw-8": lambda: _adamw(nodes=8),
-        **{f"adamw-large-{nodes}": partial(_adamw_large, nodes) for nodes in LARGE_RUNS},
+        **{f"adamw-large-{nodes}": partial(_adamw, nodes, 1, width="256", steps=more[1]) for nodes, more in LARGE_RUNS.items()},
         "lamb": lambda: adamw.table(gpt_rows("lamb")),
         "hooks": lambda: ddp_hooks.table(read(ddp_hooks.RESULTS)),
     }
     return tables.filled_in(text, lambda word: made[word]())
 
 
-def _adamw(nodes: int) -> str:
-    rows = gpt_rows("adamw", nodes)
-    return adamw.table(rows) if rows else NOT_YET
-
-
-def _adamw_large(nodes: str) -> str:
-    """The runs with 3 M parameters on a GPU, also those of one seed."""
-    rows = adamw.with_values(read(adamw.RESULTS), {"width": "256", "nodes": nodes})
-    return adamw.table(rows, least=1) if rows else NOT_YET
+def _adamw(nodes: int, least: int = adamw.LEAST, **size: str) -> str:
+    rows = gpt_rows("adamw", nodes, **size)
+    return adamw.table(rows, least) if rows else NOT_YET
 
 
 # ---- the pictures ---------------------------------------------------------------------------------------------------------------------
@@ -378,7 +373,7 @@ def commands(folder: Path, device: str) -> list[list[str]]:
     if (folder / "cifar-10-batches-bin").is_dir() and has_gpu:
         found.append([images, "--data", str(folder / "cifar-10-batches-bin"), "--table", "beyond"])
     if (folder / "enwik8").is_file() and has_gpu:
-        found += [[*gpt, *LARGE, "--nodes", nodes, *more] for nodes, more in LARGE_RUNS.items()]
+        found += [[*gpt, *LARGE, "--nodes", str(nodes), *more] for nodes, more in LARGE_RUNS.items()]
     if (folder / "fashion-mnist").is_dir():
         small = [images, "--data", str(folder / "fashion-mnist"), *SMALL]
         found += [[*small, "--table", table, "--lr", str(lr)] for table, lr in SMALL_TABLES]

@@ -1,12 +1,13 @@
 """experiments/adamw.py: AdamW on a GPT, with second moments that are corrected for noise."""
 
+import argparse
 import csv
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests import warm
 
@@ -15,6 +16,7 @@ sys.path.insert(0, str(ROOT / "experiments"))
 
 import adamw  # noqa: E402
 import rumor  # noqa: E402
+from text import gpt  # noqa: E402
 
 
 def test_the_study_of_adamw_runs_and_does_not_run_again_what_it_has(tmp_path: Path) -> None:
@@ -28,6 +30,49 @@ def test_the_study_of_adamw_runs_and_does_not_run_again_what_it_has(tmp_path: Pa
     assert [row["method"] for row in rows] == ["DDP", "Gossip-PGA", "Gossip-PGA, corrected"]
     assert len({row["loss"] for row in rows}) == 3
     assert "best minus DDP's best" in done.stdout
+
+
+def small_options(**others: object) -> argparse.Namespace:
+    small = {"nodes": 4, "steps": 8, "batch": 1, "length": 16, "width": 32, "layers": 1, "evaluated": 4, "optimizer": "adamw"}
+    return argparse.Namespace(**{**small, **others})
+
+
+@pytest.fixture
+def letters() -> Tensor:
+    return torch.randint(97, 123, (gpt.HELD_OUT + 10_000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_run_is_the_same_after_another_run_of_the_same_nodes(letters: Tensor) -> None:
+    options = small_options()
+    nodes = adamw.Nodes(letters, options)
+    for name in ("DDP, 4 bits, optimizer=", "DDP, 4 bits, then Gossip-PGA from 1/2"):
+        first, _, again = (adamw.train(nodes, each, 1e-3, 0, letters, options)[:2] for each in (name, "Gossip-PGA", name))
+        assert first == again
+
+
+def test_gradients_are_averaged_first_and_models_at_the_end(letters: Tensor) -> None:
+    options = small_options()
+    nodes, first, both = adamw.Nodes(letters, options), "DDP, 4 bits, optimizer=", "DDP, 4 bits, then Gossip-PGA from 1/2"
+    sent = {name: adamw.train(nodes, name, 1e-3, 0, letters, options)[1] for name in (first, both)}
+    nodes.start(0, adamw.pga(4), None)
+    for _ in range(options.steps // 2):
+        nodes.sim.step(nodes.backward())
+    assert sent[both] == pytest.approx(sent[first] / 2 + nodes.sim.metrics.bytes_sent / 1e6)
+
+
+def test_further_seeds_take_the_best_rate_of_the_first() -> None:
+    rows = [
+        {"method": "DDP", "seed": "0", "lr": lr, "loss": loss} for lr, loss in (("1.0", "nan"), ("2.0", "3"), ("4.0", "2"), ("8.0", "1"))
+    ]
+    assert adamw.best_rate(rows, "DDP", [1.0, 2.0, 4.0]) == 4.0
+
+
+def test_the_layers_of_the_gpt_compute_what_torchs_compute() -> None:
+    model = adamw.GPT(length=12, width=16, layers=2).double()
+    hidden = torch.randn(3, 12, 16, dtype=torch.float64)
+    mask = nn.Transformer.generate_square_subsequent_mask(12, dtype=torch.float64)
+    for layer in model.layers.layers:
+        torch.testing.assert_close(gpt.advanced(layer, hidden), layer(hidden, src_mask=mask, is_causal=True))
 
 
 def test_corrected_second_moments_are_those_of_the_mean_gradient() -> None:

@@ -94,8 +94,8 @@ class Simulator:
     def average_state(self, optimizer: torch.optim.Optimizer, average_state: AverageState | None) -> None:
         """Average the optimizer's state, too: at global averages ("global"), or at every step ("always"). Call it before the first step.
 
-        It covers SGD's momentum and the moments of Adam, AdamW and the like, as in the Averager. None: it stays local. The learning
-        rate, where a method needs it, is then read from `optimizer` if `step` is not given it.
+        It covers SGD's momentum ("global": while H > 1) and the moments of Adam, AdamW and the like, as in the Averager. None: it stays
+        local. The learning rate, where a method needs it, is then read from `optimizer` if `step` is not given it.
         """
         if self._runner.steps_begun:
             raise RuntimeError(f"average_state() comes before the first step, and {self._runner.k} steps were taken: call restart() first")

@@ -69,9 +69,9 @@ class Averager:
             the parameters of another module before it calls that module. Not for models under torch.compile.
         optimizer: the model's optimizer: SlowMo and `LearningRate` then read the learning rate there if `step` is not given it, and
             `average_state` is about its state. Build it before the Averager.
-        average_state: "global": the optimizer's state is averaged at global averages, like the model; "always": it also gossips, so
-            messages are larger by as much. It covers SGD's momentum and the moments of Adam, AdamW and the like (these not with
-            `delay=1`, and "always" only with 32 bits). All nodes then start from rank 0's state. None: it stays local.
+        average_state: "global": the optimizer's state is averaged at global averages, like the model (SGD's momentum while H > 1);
+            "always": it also gossips, so messages are larger by as much. It covers SGD's momentum and the moments of Adam, AdamW and the
+            like (these not with `delay=1`, and "always" only with 32 bits). All nodes then start from rank 0's state. None: it stays local.
         rescue: the model's optimizer, if the run is to go on when a node's model is no longer finite: all nodes then take the mean of the
             finite ones, and that node's optimizer starts again. Without it, FloatingPointError ends the run on every rank.
 

@@ -26,8 +26,8 @@ from rumor.schedule import Schedule, ScheduleState
 from rumor.topology import Topology
 
 Kind = Literal["gossip", "global", "none"]
-# when the optimizer's state is mixed: at every step, at global averages, or at global averages of models that have come apart
-WhenMixed = Literal["always", "global", "apart"]
+# when the optimizer's state is mixed: at every step, at global averages, or at global averages except while every step is one
+WhenMixed = Literal["always", "global", "global, H > 1"]
 Builder = Callable[[int], Topology]  # rumor.ring and the like: the topology for n nodes
 Self = TypeVar("Self", bound="Algorithm")
 
@@ -40,14 +40,14 @@ class Step(NamedTuple):
         kind: "gossip", "global" (average over all nodes) or "none".
         loss: the loss of this step, [*nodes, 1] in float64, if the method needs it.
         lr: the learning rate, if the method needs it.
-        follows_average: whether every step averages globally (H = 1), so that all nodes had the same model before the optimizer's step.
+        averages_always: whether every step averages the models of all nodes (H = 1), as long as the period does not change.
     """
 
     k: int
     kind: Kind
     loss: Tensor | None = None
     lr: float | None = None
-    follows_average: bool = False
+    averages_always: bool = False
 
 
 class Nodes(NamedTuple):
@@ -81,7 +81,7 @@ class Nodes(NamedTuple):
 
     def mixed_in(self, step: Step) -> Buckets:
         """Return what a step mixes: the model, then the optimizer's state if it takes part."""
-        at_global = self.state_mixed == "global" or not step.follows_average
+        at_global = self.state_mixed == "global" or not step.averages_always
         return self.with_state if self.state_mixed == "always" or (step.kind == "global" and at_global) else self.x
 
 

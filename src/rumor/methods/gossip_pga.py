@@ -90,7 +90,7 @@ class GossipPGA(Algorithm):
         if self.schedule.signal == "lr":
             lr = as_number(lr, self.schedule)
         averages_always = state.schedule.H == 1 and self.delay == 0 and self.average_rounds is None
-        return Step(state.schedule.k, self.kind(state), loss, lr, follows_average=averages_always)
+        return Step(state.schedule.k, self.kind(state), loss, lr, averages_always=averages_always)
 
     def begin(self, step: Step, nodes: Nodes, state: State) -> Iterator[int]:
         if self.delay == 0:

@@ -55,12 +55,12 @@ class OptimizerState:
     def mixed(self) -> WhenMixed:
         """When the state is mixed.
 
-        While every step averages the models, averaging SGD's momentum would not change them: its step is linear, so the mean model moves by
-        the mean of the momenta either way. Sending it would only cost bytes, and add the errors of codes.
+        As long as every step averages the models, averaging SGD's momentum, too, would not change them: its step is linear, so the mean
+        model moves by the mean of the momenta either way. Sending it would only cost bytes, and add the errors of codes.
         """
         if self._average_state == "always":
             return "always"
-        return "apart" if isinstance(self.optimizer, torch.optim.SGD) else "global"
+        return "global, H > 1" if isinstance(self.optimizer, torch.optim.SGD) else "global"
 
     @property
     def _kind(self) -> str:
