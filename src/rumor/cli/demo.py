@@ -43,7 +43,7 @@ def add_demo(commands: Any) -> None:
         nargs="+",
         metavar="NAME",
         help=f"methods to run: {', '.join(names)}, or written out: 'gossip_pga(ring, H=6, bits=4)' (default: the first four, and the "
-        "recommended setting)",
+        "setting to start with)",
     )
     parser.add_argument("--topology", metavar="NAME", help=f"{in_python(', '.join(NAMES))} (default {demo_comparison.TOPOLOGY})")
     parser.add_argument(

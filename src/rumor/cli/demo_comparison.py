@@ -162,7 +162,7 @@ def _how_timed(link: Link) -> str:
 
 
 def _verdict(results: Sequence[Result]) -> list[str]:
-    """Compares the recommended setting with Parallel SGD, if both were run."""
+    """Compares the setting to start with and Parallel SGD, if both were run."""
     recommended = next((result for result in results if result.method.is_recommended), None)
     parallel = next((result for result in results if result.method.with_ddp), None)
     if recommended is None or parallel is None:
@@ -173,7 +173,7 @@ def _verdict(results: Sequence[Result]) -> list[str]:
     points = round(round(100 * recommended.end.mean_accuracy, 1) - round(100 * parallel.end.mean_accuracy, 1), 1)
     away = f"{abs(points):.1f} points {'lower' if points < 0 else 'higher'}" if points else "the same"
     return [
-        f"{recommended.method.label} is the recommended setting, {recommended.method.name}. Beside Parallel SGD (DDP, float32), it sends "
+        f"{recommended.method.label} is the setting to start with, {recommended.method.name}. Beside Parallel SGD (DDP, float32), it sends "
         f"1/{fewer:.1f} of the bytes, its step is {faster:.1f} times as fast ({parallel.link.kind}), and its accuracy is {away}."
     ]
 
