@@ -49,6 +49,20 @@ def test_a_newcomer_takes_over_the_members_state(tmp_path: Path, method: str) ->
             assert job.check_means("a", "b", "c", exact=method in ("pga", "ring", "aga", "local", "parallel")) > 8
 
 
+def test_a_newcomer_comes_in_while_momentum_is_local(tmp_path: Path) -> None:
+    """With H = 1, average_state="global" leaves SGD's momentum where it is."""
+    with Job(tmp_path, method="parallel", average_state="global") as job:
+        job.begin("a", "b")
+        job.wait_until("a", 12)
+        job.start("c")
+        job.finish("a", "b", "c")
+        joined = job.rows("c")[0]
+        assert joined["after"] == next(row for row in job.rows("a") if row.get("now") == joined["joined"])["after"]
+        assert joined["momentum"]
+        assert job.check_means("a", "b", "c", exact=True) > 8
+        assert survivors_kept_their_steps(job, "ab")
+
+
 @pytest.mark.parametrize("where", ["sending", "averaging", "arriving", "connecting", "handing over", "taking over", "attaching"])
 def test_the_others_go_on_when_a_node_is_killed(tmp_path: Path, where: str) -> None:
     """Rank 0 dies, or whoever gets there: it holds the store, and hands over the state."""

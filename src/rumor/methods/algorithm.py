@@ -267,7 +267,7 @@ def as_number(lr: object, needed_by: object) -> float:
     try:
         return float(lr)  # type: ignore[arg-type]
     except (TypeError, ValueError, RuntimeError):  # torch raises the last for a tensor of several numbers
-        how = "call step(loss, lr=scheduler.get_last_lr()[0]), before scheduler.step(), or give the Averager optimizer=opt"
+        how = "call step(loss, lr=scheduler.get_last_lr()[0]), before scheduler.step(); an Averager with optimizer=opt reads it there"
         raise ValueError(f"{needed_by} needs the current learning rate: {how}; got lr={lr!r}") from None
 
 
