@@ -321,6 +321,7 @@ def choosing(text: str) -> str:
         "adamw-8": lambda: _adamw(nodes=8),
         **{f"adamw-large-{nodes}": partial(_adamw, nodes, 1, width="256", steps=more[1]) for nodes, more in LARGE_RUNS.items()},
         "lamb": lambda: adamw.table(gpt_rows("lamb")),
+        "lamb-8": lambda: adamw.table(gpt_rows("lamb", nodes=8)),
         "hooks": lambda: ddp_hooks.table(read(ddp_hooks.RESULTS)),
     }
     return tables.filled_in(text, lambda word: made[word]())
