@@ -65,6 +65,7 @@ PAIRS = (  # what is compared method by method
     (f"{QUASI_GLOBAL}, H 3 to 24, 4 bits", AVERAGED),
     (AVERAGED, "Gossip-PGA, H 3 to 24, 4 bits"),
     (RECOMMENDED, AVERAGED),
+    (RECOMMENDED, f"{QUASI_GLOBAL}, 4 bits"),
     (RECOMMENDED, "Local SGD, H 1 to 8, 4 bits"),
     ("Scaffold, 4 bits", "Gossip-PGA, 4 bits"),
     (f"{TRACKING}, 4 bits", "Gossip-PGA, 4 bits"),

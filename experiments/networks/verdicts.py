@@ -30,9 +30,8 @@ def first_table(images: Store) -> str:
     return LONG if enough >= {PARALLEL, *BEST, *REST} else "7"
 
 
-def _of_first(images: Store) -> tuple[dict[str, Seeds], dict[str, Compared]]:
-    """The runs of Table 7 that are not stretched, and how they compare with Parallel SGD, by method."""
-    table = first_table(images)
+def _of(table: str, images: Store) -> tuple[dict[str, Seeds], dict[str, Compared]]:
+    """The runs of a Table 7 that are not stretched, and how they compare with Parallel SGD, by method."""
     runs = {seeds.run.method: seeds for seeds in compare.of_table(IMAGES[table], images) if seeds.run.stretch == 1}
     pairs = tuple(pair for pair in order.OF_IMAGES if pair.table == table and pair.second.method == PARALLEL and pair.first.stretch == 1)
     return runs, {found.pair.first.method: found for found in order.compared(pairs, images)}
@@ -40,7 +39,7 @@ def _of_first(images: Store) -> tuple[dict[str, Seeds], dict[str, Compared]]:
 
 def headline(images: Store) -> str:
     """Say where Gossip-PGA ends, next to Parallel SGD and next to the paper."""
-    runs, against = _of_first(images)
+    runs, against = _of(first_table(images), images)
     parallel, ours, found = runs[PARALLEL], runs[BEST[0]], against[BEST[0]]
     return (
         f"On CIFAR-10 with {parallel.run.nodes} nodes, **Gossip-PGA ends {_gap(found.ours)} Parallel SGD's accuracy, "
@@ -60,7 +59,7 @@ def _gap(points: float) -> str:
 
 def headline_table(images: Store) -> str:
     """Our accuracy and the paper's, with the difference to Parallel SGD in brackets, and the verdict."""
-    runs, against = _of_first(images)
+    runs, against = _of(first_table(images), images)
     rows: list[tables.Row] = []
     for method, seeds in sorted(runs.items(), key=lambda item: -item[1].mean):
         paper, found = reported(first_table(images), seeds.run), against.get(method)
@@ -77,13 +76,11 @@ def headline_table(images: Store) -> str:
 
 def long_runs(images: Store) -> str:
     """Say where the methods end that have runs as long as the paper's, next to Parallel SGD."""
-    found = {seeds.run.method: seeds for seeds in compare.of_table(IMAGES[LONG], images) if seeds.run.stretch == 1}
+    runs, against = _of(LONG, images)
     ends = []
-    for method, seeds in found.items():
-        if (interval := compare.interval(seeds, found[PARALLEL])) is not None:
-            lower, upper = (100 * end for end in interval)
-            away = 100 * compare.difference(seeds, found[PARALLEL])
-            ends.append(f"{method} {away:+.2f} ({lower:+.2f} to {upper:+.2f}, {len(seeds.values)} seeds)")
+    for method, found in against.items():
+        _, ours, interval = found.shown()
+        ends.append(f"{method} {ours} ({interval}, {len(runs[method].values)} seeds)")
     return f"- **With 120 epochs**, as in the paper, in points next to Parallel SGD's accuracy: {'; '.join(ends)}." if ends else NOT_YET
 
 
@@ -121,4 +118,4 @@ def of_text(words: Store) -> list[Compared]:
 
 def against_parallel(images: Store) -> list[Compared]:
     """The differences of the first picture: all methods of Table 7 next to Parallel SGD."""
-    return list(_of_first(images)[1].values())
+    return list(_of(first_table(images), images)[1].values())
