@@ -237,11 +237,16 @@ def stacked_gossip_on_the_gpu() -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for topology in (rumor.ring(64), rumor.one_peer_exponential(50), rumor.exponential(33)):
             x = torch.randn(3, topology.n, 100, device=CUDA).to(dtype)
-            for csr in (True, False):
+            expected, most = topology.W(1).to(CUDA) @ x.double(), 1e-12 if dtype == torch.float64 else 1e-5
+            for triton, csr in ((True, True), (False, True), (False, False)):
                 engine = rumor.Stacked(topology.n, CUDA)
-                engine._use_csr = csr
+                assert engine._use_triton
+                engine._use_triton, engine._use_csr = triton, csr
                 mixed = engine.gossip(x, topology, 1).wait().x
-                assert (mixed.double() - topology.W(1).to(CUDA) @ x.double()).abs().max() < (1e-12 if dtype == torch.float64 else 1e-5)
+                assert (mixed.double() - expected).abs().max() < most
+                leaves = StackedBuckets([x.clone()])
+                engine.gossip(leaves.read(0), topology, 1).mix_into(leaves, 0)
+                assert (leaves.peek(0).double() - expected).abs().max() < max(most, 4 * torch.finfo(dtype).eps)
     x = torch.randn(8, 30_000_001, device=CUDA)  # more columns than cuSPARSE takes at once
     mixed = rumor.Stacked(8, CUDA).gossip(x, rumor.ring(8), 0).wait().x
     assert (mixed - rumor.ring(8).W(0).to(x) @ x).abs().max() < 1e-5

@@ -92,10 +92,8 @@ def train(trainer: Trainer, run: Run, data: Data, scale: Scale, split: Split, se
 @torch.no_grad()
 def accuracy(model: nn.Module, images: Iterator[Batch], scale: Scale) -> float:
     """The accuracy on these images."""
-    was_training, correct, count = model.training, 0, 0
+    was_training = model.training
     model.eval()
-    for x, y in images:
-        correct += int((model(scale(x)).argmax(1) == y).sum())
-        count += len(y)
+    right = torch.cat([model(scale(x)).argmax(1) == y for x, y in images])  # a GPU need not be waited for until the end
     model.train(was_training)
-    return correct / count
+    return float(right.double().mean())

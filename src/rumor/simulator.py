@@ -243,9 +243,8 @@ class Simulator:
     def _look_for_bad_nodes(self, step: Step) -> None:
         """Raise, with the node and the step, if a model is not finite. On a GPU only before the next average, so that it need not wait."""
         k = step.k
-        largest = torch.stack(
-            [as_real(leaf).reshape(self.n, -1).norm(torch.inf, dim=1).double() for leaf in self._trained if leaf.numel()]
-        ).sum(dim=0)
+        of_leaves = [as_real(leaf).reshape(self.n, -1).norm(torch.inf, dim=1) for leaf in self._trained if leaf.numel()]
+        largest = torch.stack(of_leaves).double().sum(dim=0)
         if self._checked_buffers:
             largest = largest + torch.cat(self._checked_buffers, dim=1).norm(torch.inf, dim=1)
         self._first_bad = torch.where((self._first_bad < 0) & ~largest.isfinite(), k, self._first_bad)

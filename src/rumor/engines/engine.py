@@ -67,6 +67,10 @@ class Pending(ABC):
         """Return W x - x of a gossip step whose messages have less than 32 bits, else None. May be called again, instead of wait()."""
         return None
 
+    def mix_into(self, x: Buckets, b: int, sent: Tensor | None = None) -> None:
+        """x_b <- x_b + W x - x, where the x that was sent is `sent`, or x_b itself if None. Call it once, and instead of wait()."""
+        x.lerp(b, self.lerp(), sent)
+
 
 @dataclass
 class Arrived(Pending):

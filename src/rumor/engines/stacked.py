@@ -6,7 +6,9 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from rumor.engines.codes import CODES
 from rumor.engines.engine import (
     NO_SCALARS,
     Arrived,
+    Buckets,
     Buffer,
     FiniteCheck,
     Lerp,
@@ -159,6 +162,7 @@ class Stacked:
         self.metrics = Metrics()
         # without MKL, torch has no sparse product on a CPU
         self._use_csr = self.device.type == "cuda" or (self.device.type == "cpu" and torch._C.has_mkl)
+        self._use_triton = _has_triton(self.device)
         self._operators: dict[object, _Operator] = {}
         self._scratch: dict[object, Tensor] = {}
 
@@ -226,8 +230,9 @@ class Stacked:
         if key not in self._operators:
             if topology.n != self.n:
                 raise ValueError(f"{topology} is for n={topology.n} nodes, but the engine has {self.n}")
-            build = _Csr if self._use_csr else _Gather
-            self._operators[key] = build(topology.matrix(phase), own, trials, accumulator(x.dtype), x.device)
+            W = topology.matrix(phase)
+            build = _Fused if self._use_triton and _Fused.fits(W) else _Csr if self._use_csr else _Gather
+            self._operators[key] = build(W, own, trials, accumulator(x.dtype), x.device)
         return self._operators[key]
 
     def _scratch_like(self, x: Tensor) -> Tensor:
@@ -238,7 +243,9 @@ class Stacked:
 
 
 class _Operator(ABC):
-    """A mixing matrix, prepared for tensors [..., n, d] of one dtype."""
+    """A mixing matrix, prepared for tensors [..., n, d] of one dtype. `in_place`: whether apply(x, x) works."""
+
+    in_place = False
 
     def __init__(self, W: Matrix, own: bool, trials: int, dtype: torch.dtype, device: torch.device):
         rows, columns, weights = (torch.from_numpy(part) for part in W.triplets())
@@ -287,7 +294,7 @@ class _Gather(_Operator):
     def build(self, n: int, rows: Tensor, columns: Tensor, weights: Tensor, trials: int, device: torch.device) -> None:
         slot = torch.arange(len(rows)) - torch.searchsorted(rows, rows)
         degree = int(slot.max()) + 1 if len(slot) else 0
-        self.columns = torch.zeros(degree, n, dtype=torch.int64)
+        self.columns = torch.arange(n).repeat(degree, 1)  # the padding is a node's own row: 0 times that of another may be NaN
         self.weights = torch.zeros(degree, n, 1, dtype=weights.dtype)
         self.columns[slot, rows], self.weights[slot, rows, 0] = columns, weights
         self.columns, self.weights = self.columns.to(device), self.weights.to(device)
@@ -297,6 +304,35 @@ class _Gather(_Operator):
         for columns, weights in zip(self.columns, self.weights, strict=True):
             out.addcmul_(x.index_select(-2, columns).to(out.dtype), weights)
         return out
+
+
+class _Fused(_Gather):
+    """The same sum in one pass over a GPU's memory, also in place."""
+
+    in_place = True
+    MOST_NODES, MOST_LINKS = 256, 32  # a program holds some columns of all nodes, and reads them once for each neighbour
+
+    @classmethod
+    def fits(cls, W: Matrix) -> bool:
+        return W.n <= cls.MOST_NODES and int(np.bincount(W.triplets()[0]).max()) <= cls.MOST_LINKS
+
+    def build(self, n: int, rows: Tensor, columns: Tensor, weights: Tensor, trials: int, device: torch.device) -> None:
+        super().build(n, rows, columns, weights, trials, device)
+        self.columns, self.weights = self.columns.T.contiguous(), self.weights[..., 0].T.contiguous()
+
+    def apply(self, x: Tensor, out: Tensor) -> Tensor:
+        from rumor.engines import triton_gossip
+
+        triton_gossip.mix(x.contiguous(), self.columns, self.weights, out)
+        return out
+
+
+def _has_triton(device: torch.device) -> bool:
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    from rumor.engines import triton_gossip
+
+    return triton_gossip.why_not(device) is None
 
 
 @dataclass
@@ -312,6 +348,12 @@ class _Product(Pending):
         if self.scalars is None or self.weights is None:
             return Mixed(mixed, NO_SCALARS)
         return Mixed(mixed, self.weights.apply(self.scalars, torch.zeros_like(self.scalars)))
+
+    def mix_into(self, x: Buckets, b: int, sent: Tensor | None = None) -> None:
+        if self.operator.in_place and sent is None and x.peek(b) is self.x and self.x.is_contiguous():
+            self.operator.apply(self.x, self.x)
+        else:
+            super().mix_into(x, b, sent)
 
 
 @dataclass

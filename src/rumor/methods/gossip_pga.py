@@ -184,7 +184,7 @@ class GossipPGA(Algorithm):
         elif (change := message.change()) is not None:
             x.add(b, change)
         else:
-            x.lerp(b, message.lerp(), sent)
+            message.mix_into(x, b, sent)
 
     def write_mean(self, step: Step, x: Buckets, b: int, mean: Tensor, sent: Tensor | None, state: State, is_model: bool = True) -> None:
         """Write a global average, or the average difference to x_ref."""
