@@ -23,10 +23,10 @@ from images.study import RECIPES as IMAGE_RECIPES
 from images.study import TABLES as IMAGES
 from images.study import settings_of as image_settings
 from logistic import tables
-from networks import compare, verdicts
+from networks import compare, trials, verdicts
 from networks.compare import Seeds
 from networks.paper import Reported, reported
-from networks.pictures import draw_curves, draw_order, draw_periods
+from networks.pictures import draw_curves, draw_first, draw_order, draw_periods
 from networks.runs import Run, Table
 from networks.store import Settings, Store, rows_of
 from networks.verdicts import NOT_YET
@@ -66,7 +66,7 @@ def image_table(name: str, table: Table, store: Store) -> str:
         return {"method": _method(seeds.run, name), "epochs / hours to target": reached, "paper: epochs / hours to 76 %": papers}
 
     has_target = any(paper and paper.to_target for paper in (reported(name, run) for run in table.runs))
-    parts = (row_of, target_row_of) if has_target and name == verdicts.first_table(store) else (row_of,)
+    parts = (row_of, target_row_of) if has_target and name == verdicts.LONG else (row_of,)
     return "\n\n".join(_table(name, table, store, part) for part in parts)
 
 
@@ -195,6 +195,24 @@ def rates_table(by_rate: Mapping[float, Store]) -> str:
     return tables.as_text(rows) if rows else NOT_YET
 
 
+def steps_table(trials: Store) -> str:
+    """Methods of Table 11 in the trials, each at its best rate: how long the mean model's steps are, and how far the nodes are apart."""
+    rows: list[tables.Row] = []
+    for seeds in compare.of_table(TEXT["11"], trials):
+        (curve,) = seeds.curves
+        moved = [point.moved for point in curve[len(curve) // 2 :] if point.moved is not None]
+        apart = max(point.spread or 0.0 for point in curve)
+        rows.append(
+            {
+                "method": seeds.run.name,
+                "held-out loss": f"{seeds.mean:.3f}",
+                "step of the mean model": f"{statistics.mean(moved):.2f}",
+                "distance between nodes": f"{math.sqrt(apart):.3f}",
+            }
+        )
+    return tables.as_text(rows) if rows else NOT_YET
+
+
 def runs_by_rate(by_rate: Mapping[float, Store]) -> dict[Run, dict[float, Seeds]]:
     by_run: dict[Run, dict[float, Seeds]] = {}
     for lr, store in by_rate.items():
@@ -249,6 +267,7 @@ def filled_in(text: str, images: Store, words: Store, by_rate: Mapping[float, St
         "bits": lambda: bits_table(images, IMAGES["bits"], IMAGES["bits again"]),
         "11-bits": lambda: bits_table(words, TEXT["11 bits"]),
         "rates": lambda: rates_table(by_rate),
+        "11-steps": lambda: steps_table(trials_of_text()),
         "gpu-minutes": lambda: time_line([(IMAGES, images), (TEXT, words), *others]),
         "simulated-step": step_line,
     }
@@ -290,6 +309,14 @@ def stores() -> tuple[Store, Store, dict[float, Store]]:
     return image_store(RESULTS / "image_classification.csv"), Store(path, TEXT, settings), by_rate
 
 
+def trials_of_text() -> Store:
+    """Return the trials of learning rates on text. Each method has its best rate."""
+    path = RESULTS / "language_modeling.csv"
+    file = trials.file_of(path)
+    data = rows_of(file)[0]["data"]
+    return Store(file, TEXT, lambda run: text_settings(run, TEXT_RECIPES[run.recipe], data, TEXT_SIZE, path))
+
+
 def _recorded_periods(images: Store) -> dict[str, Seeds]:
     """Find the runs of Gossip-AGA whose curves have the share of global rounds, with and without label smoothing."""
     found = {}
@@ -304,14 +331,13 @@ def main() -> None:
     page, (images, words, by_rate) = ROOT / "docs" / "networks.md", stores()
     tables.write(page, filled_in(page.read_text(), images, words, by_rate))
     pictures, bands = page.with_suffix(""), "one-peer exponential graph\nMean of the seeds; bands: one standard deviation"
-    first = verdicts.against_parallel(images)
     title = "Accuracy minus Parallel SGD's, with our 95 % interval"
-    draw_order(first, [found.pair.first.name for found in first], title, pictures / "first.png", with_verdicts=False)
+    draw_first(verdicts.against_parallel(images), title, pictures / "first.png")
     everything = verdicts.of_images(images)
     names = [f"T{found.pair.table}: {found.name}" for found in everything]
     title = "All differences on images, with our 95 % interval (T7: Table 7 of the paper)"
     draw_order(everything, names, title, pictures / "order.png")
-    if found := compare.of_table(IMAGES[verdicts.first_table(images)], images):
+    if found := compare.of_table(IMAGES[verdicts.LONG], images):
         title, measures = f"CIFAR-10, 32 nodes, {bands}", ["training loss", "test accuracy, %"]
         if all(point.trained is not None for seeds in found for curve in seeds.curves for point in curve):
             measures.append("training accuracy, %")  # the paper's figure 8

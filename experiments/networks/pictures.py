@@ -26,7 +26,7 @@ LOOKS = {  # colour and dashes; the dashes tell curves apart in grey print
 VERDICTS = {"agrees": BLUE, "agrees, wide interval": SKY, "differs in size": ORANGE, "differs": VERMILION}
 
 
-def draw_order(found: Sequence[Compared], names: Sequence[str], title: str, path: Path, with_verdicts: bool = True) -> None:
+def draw_order(found: Sequence[Compared], names: Sequence[str], title: str, path: Path) -> None:
     """Draw each difference in the paper (diamond) and ours (dot, with its 95 % interval, in the colour of the verdict)."""
     import matplotlib
 
@@ -34,21 +34,53 @@ def draw_order(found: Sequence[Compared], names: Sequence[str], title: str, path
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(7.2, 1.5 + 0.25 * len(found)), layout="constrained")
-    rows, verdicts = range(len(found)), VERDICTS if with_verdicts else {}
-    for row, one in zip(rows, found, strict=True):
-        reach = [[one.ours - one.interval[0]], [one.interval[1] - one.ours]]
-        colour = verdicts.get(one.verdict, BLUE)
-        axis.errorbar([one.ours], [row], xerr=reach, fmt="o", color=colour, capsize=3, markersize=5)
-    papers = [one.paper for one in found]
+    for row, one in enumerate(found):
+        _draw_difference(axis, one, row, VERDICTS[one.verdict])
+    kinds = {kind: colour for kind, colour in VERDICTS.items() if any(one.verdict == kind for one in found)}
+    legend = {f"ours: {kind}": (colour, "o") for kind, colour in kinds.items()}
+    _finish(figure, axis, dict(zip(names, found, strict=True)), legend, title, path)
+
+
+def draw_first(by_length: Mapping[str, Mapping[str, Compared]], title: str, path: Path) -> None:
+    """Draw the difference of each method to Parallel SGD in the paper (diamond) and ours, for runs of each length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    first, *_ = by_length.values()
+    of_paper = sorted({**{m: one for found in by_length.values() for m, one in found.items()}, **first}.items(), key=_minus_the_papers)
+    legend = {f"ours, {length}": look for length, look in zip(by_length, ((BLUE, "o"), (ORANGE, "s")), strict=True)}
+    figure, axis = pyplot.subplots(figsize=(7.2, 1.5 + 0.4 * len(of_paper)), layout="constrained")
+    for place, (found, look) in enumerate(zip(by_length.values(), legend.values(), strict=True)):
+        for row, (method, _) in enumerate(of_paper):
+            if method in found:
+                _draw_difference(axis, found[method], row + 0.3 * place - 0.15, *look)
+    _finish(figure, axis, dict(of_paper), legend, title, path)
+
+
+def _minus_the_papers(named: tuple[str, Compared]) -> float:
+    return -(named[1].paper or 0.0)
+
+
+def _draw_difference(axis: Any, one: Compared, row: float, colour: str, marker: str = "o") -> None:
+    reach = [[one.ours - one.interval[0]], [one.interval[1] - one.ours]]
+    axis.errorbar([one.ours], [row], xerr=reach, fmt=marker, color=colour, capsize=3, markersize=5)
+
+
+def _finish(figure: Any, axis: Any, named: Mapping[str, Compared], legend: Mapping[str, tuple[str, str]], title: str, path: Path) -> None:
+    """Add the paper's differences, the names of the rows and the legend (the colour and the marker of each entry), and save the picture."""
+    from matplotlib import pyplot
+
+    rows, papers = range(len(named)), [one.paper for one in named.values()]
     axis.plot(papers, rows, linestyle="", marker="D", color=BLACK, markerfacecolor="none", markersize=6, label="the paper")
-    kinds = {kind: colour for kind, colour in verdicts.items() if any(one.verdict == kind for one in found)}
-    for label, colour in {f"ours: {kind}": colour for kind, colour in kinds.items()}.items() if kinds else (("ours", BLUE),):
-        axis.plot([], [], marker="o", color=colour, label=label)
+    for label, (colour, marker) in legend.items():
+        axis.plot([], [], marker=marker, color=colour, label=label)
     axis.axvline(0, color=BLACK, linewidth=0.8)
-    axis.set_yticks(rows, names, fontsize=9.5)
+    axis.set_yticks(rows, list(named), fontsize=9.5)
     axis.tick_params(axis="x", labelsize=9.5)
-    axis.set_ylim(len(found) - 0.3, -0.7)  # the first at the top
-    axis.set_xlabel("points of accuracy" if found[0].is_accuracy else "loss", fontsize=9.5)
+    axis.set_ylim(len(named) - 0.3, -0.7)  # the first at the top
+    axis.set_xlabel("points of accuracy" if all(one.is_accuracy for one in named.values()) else "loss", fontsize=9.5)
     axis.grid(alpha=0.25, linewidth=0.5)
     figure.suptitle(title, fontsize=11)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9.5, frameon=False)

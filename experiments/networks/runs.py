@@ -16,7 +16,7 @@ AGA_WARM_UP = 0.04  # share of all steps
 TENTHS = 3  # how often the learning rate falls to a tenth; then the period of rumor.LearningRate is its longest
 IID = "iid"
 QUICK = "quick"  # the name of a small table
-ON_REQUEST = (QUICK, "beyond small", "cosine small", "diloco small")  # tables that are run only if they are named
+ON_REQUEST = (QUICK, "beyond small", "cosine small", "diloco small", "graphs small")  # tables that are run only if they are named
 QUASI_GLOBAL, TRACKING = "Quasi-global momentum", "Gradient tracking"
 
 
