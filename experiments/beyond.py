@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -40,7 +41,10 @@ PAGE, CHOOSING = ROOT / "docs" / "beyond.md", ROOT / "docs" / "choosing.md"
 SMALL_RECIPE = USUAL._replace(**PERCEPTRON, epochs=6)
 DILOCO_RATES = (SMALL_RECIPE.lr, 0.05)  # for 256 images per step
 SMALL = ("--net", "mlp", "--epochs", str(SMALL_RECIPE.epochs), "--device", "cpu", "--out", str(RESULTS / "beyond.csv"))
-SMALL_TABLES = (("beyond small", SMALL_RECIPE.lr), ("cosine small", SMALL_RECIPE.lr), *(("diloco small", lr) for lr in DILOCO_RATES))
+SMALL_TABLES = (
+    *((f"{name} small", SMALL_RECIPE.lr) for name in ("beyond", "cosine", "graphs")),
+    *(("diloco small", lr) for lr in DILOCO_RATES),
+)
 RATES = (0.004, 0.008, 0.016)
 LARGE = (  # 3 M parameters
     *("--methods", "DDP", "DDP, 4 bits, optimizer=", "Gossip-PGA", "Gossip-PGA, H = 2"),
@@ -207,6 +211,21 @@ def cosine_table(store: Store) -> str:
     return tables.as_text(list(rows.values())) if rows else NOT_YET
 
 
+def graphs_table(store: Store) -> str:
+    """The two graphs with one peer a step, on a number of nodes that is no power of two: accuracies, and their difference."""
+    found = {seeds.run: seeds for seeds in compare.of_table(IMAGES["graphs small"], store)}
+    rows: dict[str, tables.Row] = {}
+    for run, seeds in found.items():
+        other = found.get(replace(run, topology="base_graph"))
+        if run.topology == "one_peer_exponential" and other is not None:
+            name = run.method if run.H is None else f"{run.method}, H = {run.H}"
+            one_peer, base, split = point_of(seeds), point_of(other), "even" if run.split == IID else run.split.capitalize()
+            row = rows.setdefault(name, {"method": name})
+            row[f"{split}: one peer, %"] = f"{one_peer.mean:.2f}"
+            row[f"{split}: base_graph minus that"] = _away(base.values, one_peer.values, 1)
+    return tables.as_text(list(rows.values())) if rows else NOT_YET
+
+
 def diloco_table(stores: Sequence[Store]) -> str:
     """Local SGD and DiLoCo by their period, each with the better of the learning rates: accuracy minus Parallel SGD's best."""
     found = [seeds for store in stores for seeds in compare.of_table(IMAGES["diloco small"], store) if len(seeds.values) >= 3]
@@ -307,6 +326,7 @@ def filled_in(text: str, found: Sequence[Panel]) -> str:
         "short": lambda: short_table(cifar),
         "pairs": lambda: pairs_table(by_word),
         "cosine": lambda: cosine_table(small_store(RESULTS / "beyond.csv")),
+        "graphs": lambda: graphs_table(small_store(RESULTS / "beyond.csv")),
         "diloco": lambda: diloco_table([small_store(RESULTS / "beyond.csv", SMALL_RECIPE._replace(lr=lr)) for lr in DILOCO_RATES]),
         "diloco-gpt": lambda: diloco_gpt_table(gpt_rows("adamw", steps=LONG_STEPS)),
         "cifar-32-adaptive": lambda: against_adaptive(by_word["cifar-32"]),

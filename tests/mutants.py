@@ -68,7 +68,7 @@ MUTANTS = [
     Mutant("schedule.py", "if state.k < self.warmup or state.samples == 0:", "if state.k < self.warmup:"),
     # engines
     Mutant("engines/engine.py", "return topology.is_complete and topology.n > 2", "return False"),
-    Mutant("engines/stacked.py", "weights + lost[rows], weights", "weights, weights"),
+    Mutant("engines/operators.py", "weights + lost[rows], weights", "weights, weights"),
     Mutant("engines/processes/alarm.py", "finite = math.isfinite(head[0])", "finite = True"),
     Mutant("engines/processes/alarm.py", "if head[-1] != k:", "if False:"),
     Mutant("engines/processes/message.py", "< 0.5", "<= 1e-6 * head[0] ** 2"),

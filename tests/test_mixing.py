@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rumor
-from rumor.engines import StackedBuckets, stacked
+from rumor.engines import StackedBuckets, operators
 from rumor.methods import Nodes, State
 from tests.cluster import Cluster
 from tests.problems import ALGORITHMS, N, flat, lopsided, network
@@ -46,6 +46,16 @@ def test_push_sum_reaches_consensus_on_the_mean(topology: rumor.Topology, delay:
     x = torch.randn(topology.n, 3, dtype=torch.float64)
     mean = x.mean(dim=0)
     assert (consensus(rumor.osgp(topology, delay=delay), x, 1000) - mean).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("use_csr", [True, False])
+def test_a_model_that_is_not_finite_reaches_its_neighbours_alone(use_csr: bool) -> None:
+    topology, x = rumor.grid(9), torch.zeros(9, 2)  # nodes have different degrees
+    x[0] = torch.nan
+    engine = rumor.Stacked(9)
+    engine._use_csr = use_csr and engine._use_csr
+    mixed = engine.gossip(x, topology, 0).wait().x
+    assert {i for i in range(9) if mixed[i].isnan().any()} == {0, *topology.sends_to(0, 0)}
 
 
 def mass(x: torch.Tensor, state: State) -> torch.Tensor:
@@ -149,7 +159,7 @@ def test_trials_are_independent(name: str) -> None:
 def test_stacked_gossip_is_the_dense_product(
     topology: rumor.Topology, own: bool, dtype: torch.dtype, most_columns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stacked, "MOST_COLUMNS", most_columns)
+    monkeypatch.setattr(operators, "MOST_COLUMNS", most_columns)
     for csr in (True, False):
         engine = rumor.Stacked(topology.n)
         engine._use_csr = csr  # both ways, whichever this machine would take

@@ -96,6 +96,13 @@ def diloco(nodes: int) -> Table:
     return Table(changed((PARALLEL, *local, *outer, *changed(outer, topology="one_peer_exponential")), nodes=nodes))
 
 
+def graphs(nodes: int) -> Table:
+    """Graphs with one peer a step, for a number of nodes that is no power of two, on even and uneven data."""
+    of_graph = ((PARALLEL, *changed((GOSSIP, PGA, replace(PGA, H=24)), topology=graph)) for graph in ("one_peer_exponential", "base_graph"))
+    runs = tuple(dict.fromkeys(run for runs in of_graph for run in runs))
+    return Table((*changed(runs, nodes=nodes), *changed(runs, nodes=nodes, split="dirichlet(0.1)")), seeds=5)
+
+
 TABLES = {
     "7": Table((*ONCE, GOSSIP_X2, replace(OSGP, stretch=2), replace(LOCAL, stretch=3)), seeds=5),
     "9": Table(RING, seeds=5),
@@ -123,6 +130,7 @@ TABLES = {
     "cosine small": cosine(16, 20),  # for --net mlp on a CPU
     "diloco": diloco(32),
     "diloco small": diloco(16),  # for --net mlp on a CPU
+    "graphs small": graphs(20),  # for --net mlp on a CPU
     "1": Table(TABLE_1, seeds=5),
     "7 at 120 epochs": Table(changed(TABLE_7, recipe="120 epochs"), seeds=5),
     "9 at 120 epochs": Table(changed(RING, recipe="120 epochs"), seeds=5),
