@@ -29,12 +29,12 @@ from images.networks import ResNet50, SmallResNet, whitening  # noqa: E402
 from images.split import ByLabel, Shuffled, split_of  # noqa: E402
 from images.study import TABLES  # noqa: E402
 from images.train import loss_of, lr_at, optimizer  # noqa: E402
-from networks import compare, order, page, trials  # noqa: E402
+from networks import compare, order, page, trials, verdicts  # noqa: E402
 from networks.command import _wanted  # noqa: E402
 from networks.compare import Seeds  # noqa: E402
 from networks.engines import OneOfMany, as_first_says, mean_over_ranks  # noqa: E402
 from networks.page import _to_target, filled_in, stores  # noqa: E402
-from networks.pictures import draw_curves, draw_periods  # noqa: E402
+from networks.pictures import draw_curves, draw_first, draw_periods  # noqa: E402
 from networks.runs import ON_REQUEST, Run, Table, tables_of  # noqa: E402
 from networks.store import ADDED, Finished, Point, Settings, Store  # noqa: E402
 from tests import warm  # noqa: E402
@@ -621,7 +621,10 @@ def test_results_of_120_epochs_make_their_table_verdicts_and_pictures(tmp_path: 
     found = compare.of_table(TABLES["7 at 120 epochs"], page.image_store(path))
     draw_curves(found, ("training loss", "test accuracy, %", "training accuracy, %"), "title", tmp_path / "curves.png")
     draw_periods(page._recorded_periods(page.image_store(path)), "title", tmp_path / "periods.png")
-    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("curves.png", "periods.png"))
+    draw_first(verdicts.against_parallel(page.image_store(path)), "title", tmp_path / "first.png")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("curves.png", "periods.png", "first.png"))
+    assert "a difference is shown for " in verdicts.long_runs(page.image_store(path))
+    assert "| OSGP " in verdicts.headline_table(page.image_store(path))
 
 
 def test_a_tuned_table_without_trials_is_not_compared_twice() -> None:

@@ -26,7 +26,7 @@ from logistic import tables
 from networks import compare, trials, verdicts
 from networks.compare import Seeds
 from networks.paper import Reported, reported
-from networks.pictures import draw_curves, draw_first, draw_order, draw_periods
+from networks.pictures import draw_curves, draw_first, draw_order, draw_periods, draw_steps
 from networks.runs import Run, Table
 from networks.store import Settings, Store, rows_of
 from networks.verdicts import NOT_YET
@@ -195,16 +195,17 @@ def rates_table(by_rate: Mapping[float, Store]) -> str:
     return tables.as_text(rows) if rows else NOT_YET
 
 
-def steps_table(trials: Store) -> str:
+def steps_table(tried: Store) -> str:
     """Methods of Table 11 in the trials, each at its best rate: how long the mean model's steps are, and how far the nodes are apart."""
     rows: list[tables.Row] = []
-    for seeds in compare.of_table(TEXT["11"], trials):
+    for seeds in compare.of_table(TEXT["11"], tried):
         (curve,) = seeds.curves
         moved = [point.moved for point in curve[len(curve) // 2 :] if point.moved is not None]
         apart = max(point.spread or 0.0 for point in curve)
         rows.append(
             {
                 "method": seeds.run.name,
+                "learning rate": (tried.find(seeds.run) or {})["lr"],
                 "held-out loss": f"{seeds.mean:.3f}",
                 "step of the mean model": f"{statistics.mean(moved):.2f}",
                 "distance between nodes": f"{math.sqrt(apart):.3f}",
@@ -344,6 +345,8 @@ def main() -> None:
         draw_curves(found, measures, title, pictures / "figure-2.png")
     if periods := _recorded_periods(images):
         draw_periods(periods, "Gossip-AGA on CIFAR-10, 32 nodes: mean of the seeds", pictures / "periods.png")
+    if found := compare.of_table(TEXT["11"], trials_of_text()):
+        draw_steps(found, "BERT, 8 nodes: one trial of each method", pictures / "steps.png")
     runs = [compare.of_table(TEXT[name], words) for name in ("11", "11 earlier")]
     if found := max(runs, key=len):  # the earlier runs until those of today's LAMB are made
         title = f"BERT, 8 nodes, {bands}"

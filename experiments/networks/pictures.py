@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from networks.compare import Seeds
 from networks.order import Compared
+from networks.store import Point
 from rumor.checkpoint.files import replacing
 from rumor.plots import BLACK, BLUE, GREEN, ORANGE, PURPLE, SKY, VERMILION
 
@@ -135,6 +137,39 @@ def draw_periods(found: Mapping[str, Seeds], title: str, path: Path) -> None:
     axis.set(xlabel="iterations", ylabel="period H", xlim=(0, None), ylim=(0, None), title=title)
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.legend(fontsize=9, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as aside:
+        figure.savefig(aside, dpi=150)
+    pyplot.close(figure)
+
+
+def draw_steps(found: Sequence[Seeds], title: str, path: Path) -> None:
+    """Draw one run of each method: held-out loss, the length of the mean model's steps, and how far the nodes are apart."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    measures: dict[str, Callable[[Point], float | None]] = {
+        "held-out loss": lambda point: point.value,
+        "step of the mean model": lambda point: point.moved,
+        "distance between nodes": lambda point: math.sqrt(point.spread) if point.spread else None,  # 0 after a global average
+    }
+    figure, axes = pyplot.subplots(1, len(measures), figsize=(9, 3.2), layout="constrained")
+    for axis, (name, measure) in zip(axes, measures.items(), strict=True):
+        for seeds in found:
+            (curve,), (colour, dashes) = seeds.curves, LOOKS[seeds.run.method]
+            drawn = [(seeds.steps * place / len(curve), measure(point)) for place, point in enumerate(curve, 1)]
+            some = [(x, y) for x, y in drawn if y is not None]
+            axis.plot(*zip(*some, strict=True) if some else ((), ()), color=colour, linestyle=dashes, linewidth=1.4, label=seeds.run.name)
+        axis.set(xlabel="iterations", title=name, xlim=(0, None))
+        axis.title.set_fontsize(10)
+        axis.grid(alpha=0.25, linewidth=0.5)
+    axes[1].set_ylim(0, 1.4)
+    axes[2].set_ylim(0, None)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9.5, frameon=False)
+    figure.suptitle(title, fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside:
         figure.savefig(aside, dpi=150)
