@@ -26,7 +26,7 @@ import adamw
 import ddp_hooks
 import forest
 from images.networks import MLP
-from images.study import PERCEPTRON, RECIPES, USUAL, Recipe, settings_of
+from images.study import ONE_PEER, PERCEPTRON, RECIPES, USUAL, Recipe, settings_of
 from images.study import TABLES as IMAGES
 from logistic import tables
 from networks import compare
@@ -212,18 +212,17 @@ def cosine_table(store: Store) -> str:
 
 
 def graphs_table(store: Store) -> str:
-    """The two graphs with one peer a step, on a number of nodes that is no power of two: accuracies, and their difference."""
-    found = {seeds.run: seeds for seeds in compare.of_table(IMAGES["graphs small"], store)}
-    rows: dict[str, tables.Row] = {}
-    for run, seeds in found.items():
-        other = found.get(replace(run, topology="base_graph"))
-        if run.topology == "one_peer_exponential" and other is not None:
-            name = run.method if run.H is None else f"{run.method}, H = {run.H}"
-            one_peer, base, split = point_of(seeds), point_of(other), "even" if run.split == IID else run.split.capitalize()
-            row = rows.setdefault(name, {"method": name})
-            row[f"{split}: one peer, %"] = f"{one_peer.mean:.2f}"
-            row[f"{split}: base_graph minus that"] = _away(base.values, one_peer.values, 1)
-    return tables.as_text(list(rows.values())) if rows else NOT_YET
+    """Graphs with one peer a step: the accuracy with one_peer_exponential, and how far the others are from it."""
+    found = {seeds.run: point_of(seeds) for seeds in compare.of_table(IMAGES["graphs small"], store)}
+    rows: list[tables.Row] = []
+    for run, one_peer in found.items():
+        if run.topology == ONE_PEER[0]:
+            split = "even data" if run.split == IID else run.split.capitalize()
+            others = {graph: found.get(replace(run, topology=graph)) for graph in ONE_PEER[1:]}
+            away = {graph: "-" if point is None else _away(point.values, one_peer.values, 1) for graph, point in others.items()}
+            method = run.method if run.H is None else f"{run.method}, H = {run.H}"
+            rows.append({"method, data": f"{method}, {split}", f"{ONE_PEER[0]}, %": f"{one_peer.mean:.2f}", **away})
+    return tables.as_text(rows) if rows else NOT_YET
 
 
 def diloco_table(stores: Sequence[Store]) -> str:

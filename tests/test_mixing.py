@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import rumor
-from rumor.engines import StackedBuckets, operators
+from rumor.engines import StackedBuckets, operators, stacked
 from rumor.methods import Nodes, State
 from tests.cluster import Cluster
 from tests.problems import ALGORITHMS, N, flat, lopsided, network
@@ -40,6 +40,54 @@ def test_a_thousand_steps_of_gossip_reach_consensus(topology: rumor.Topology, de
     assert (after - mean).abs().max() < 1e-9
 
 
+class InPlace(operators.Gather):
+    """Mixes in place, as the kernel on a GPU does."""
+
+    in_place = True
+    calls = 0
+
+    def apply(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        InPlace.calls += out is x
+        return super().apply(x.clone(), out)
+
+
+@pytest.mark.parametrize("state", [None, "always"])
+@pytest.mark.parametrize("options", [{}, {"delay": 1}, {"average_rounds": 2}, {"bits": 16}], ids=str)
+def test_gossip_in_place_changes_no_number(options: dict[str, Any], state: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = torch.randn(7, N, 4, 5, dtype=torch.float64)
+
+    def trained() -> torch.Tensor:
+        torch.manual_seed(0)
+        sim = rumor.Simulator(torch.nn.Linear(5, 3).double(), rumor.gossip_pga(rumor.ring(N), H=3, **options))
+        opt = torch.optim.SGD(sim.parameters(), lr=0.1, momentum=0.9)
+        sim.average_state(opt, state)
+        for x in batches:
+            sim(lambda model, x: model(x).square().mean(), x).sum().backward()
+            opt.step()
+            opt.zero_grad()
+            sim.step()
+        return sim.X
+
+    expected = trained()
+    for name in ("Csr", "Gather"):
+        monkeypatch.setattr(stacked, name, InPlace)
+    InPlace.calls = 0
+    assert (trained() - expected).abs().max() < 1e-14
+    tensors = 2 if state is None else 4  # weight and bias, and their momentum
+    keeps_sent = "delay" in options or "bits" in options
+    assert InPlace.calls == (0 if keeps_sent else 5 * tensors)  # 7 steps, of which 2 are global
+
+
+def test_a_backward_through_a_model_that_was_mixed_in_place_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("Csr", "Gather"):
+        monkeypatch.setattr(stacked, name, InPlace)
+    sim = rumor.Simulator(torch.nn.Linear(5, 3), rumor.gossip_sgd(rumor.ring(N)))
+    loss = sim(lambda model, x: model(x).tanh().square().mean() * model.weight.square().sum(), torch.randn(N, 4, 5)).sum()
+    sim.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("delay", [0, 1])
 @pytest.mark.parametrize("topology", [rumor.ring(5), rumor.one_peer_exponential(8), lopsided()], ids=str)
 def test_push_sum_reaches_consensus_on_the_mean(topology: rumor.Topology, delay: int) -> None:
@@ -49,7 +97,7 @@ def test_push_sum_reaches_consensus_on_the_mean(topology: rumor.Topology, delay:
 
 
 @pytest.mark.parametrize("use_csr", [True, False])
-def test_a_model_that_is_not_finite_reaches_its_neighbours_alone(use_csr: bool) -> None:
+def test_a_model_that_is_not_finite_reaches_only_its_neighbours(use_csr: bool) -> None:
     topology, x = rumor.grid(9), torch.zeros(9, 2)  # nodes have different degrees
     x[0] = torch.nan
     engine = rumor.Stacked(9)

@@ -96,9 +96,12 @@ def diloco(nodes: int) -> Table:
     return Table(changed((PARALLEL, *local, *outer, *changed(outer, topology="one_peer_exponential")), nodes=nodes))
 
 
+ONE_PEER = ("one_peer_exponential", "base_graph", "equitopo")  # at most one message per node and step
+
+
 def graphs(nodes: int) -> Table:
     """Graphs with one peer a step, for a number of nodes that is no power of two, on even and uneven data."""
-    of_graph = ((PARALLEL, *changed((GOSSIP, PGA, replace(PGA, H=24)), topology=graph)) for graph in ("one_peer_exponential", "base_graph"))
+    of_graph = ((PARALLEL, *changed((GOSSIP, PGA, replace(PGA, H=24)), topology=graph)) for graph in ONE_PEER)
     runs = tuple(dict.fromkeys(run for runs in of_graph for run in runs))
     return Table((*changed(runs, nodes=nodes), *changed(runs, nodes=nodes, split="dirichlet(0.1)")), seeds=5)
 

@@ -199,7 +199,7 @@ def steps_table(tried: Store) -> str:
     """Methods of Table 11 in the trials, each at its best rate: how long the mean model's steps are, and how far the nodes are apart."""
     rows: list[tables.Row] = []
     for seeds in compare.of_table(TEXT["11"], tried):
-        (curve,) = seeds.curves
+        curve = seeds.curves[0]
         moved = [point.moved for point in curve[len(curve) // 2 :] if point.moved is not None]
         apart = max(point.spread or 0.0 for point in curve)
         rows.append(
@@ -262,6 +262,7 @@ def filled_in(text: str, images: Store, words: Store, by_rate: Mapping[float, St
         "headline": lambda: verdicts.headline(images),
         "headline-table": lambda: verdicts.headline_table(images),
         "long": lambda: verdicts.long_runs(images),
+        "short": lambda: verdicts.short_runs(images),
         "order": lambda: verdicts.counted(images, words),
         "order-differs": lambda: verdicts.differing(words),
         "10": lambda: nodes_table(IMAGES["10"], images),
@@ -314,7 +315,7 @@ def trials_of_text() -> Store:
     """Return the trials of learning rates on text. Each method has its best rate."""
     path = RESULTS / "language_modeling.csv"
     file = trials.file_of(path)
-    data = rows_of(file)[0]["data"]
+    data = next((row["data"] for row in rows_of(file)), "1 sequence")
     return Store(file, TEXT, lambda run: text_settings(run, TEXT_RECIPES[run.recipe], data, TEXT_SIZE, path))
 
 

@@ -158,7 +158,7 @@ def draw_steps(found: Sequence[Seeds], title: str, path: Path) -> None:
     figure, axes = pyplot.subplots(1, len(measures), figsize=(9, 3.2), layout="constrained")
     for axis, (name, measure) in zip(axes, measures.items(), strict=True):
         for seeds in found:
-            (curve,), (colour, dashes) = seeds.curves, LOOKS[seeds.run.method]
+            curve, (colour, dashes) = seeds.curves[0], LOOKS[seeds.run.method]
             drawn = [(seeds.steps * place / len(curve), measure(point)) for place, point in enumerate(curve, 1)]
             some = [(x, y) for x, y in drawn if y is not None]
             axis.plot(*zip(*some, strict=True) if some else ((), ()), color=colour, linestyle=dashes, linewidth=1.4, label=seeds.run.name)

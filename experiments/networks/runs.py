@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 import rumor
 from networks.methods import GradientTracking, QuasiGlobalMomentum, Scaffold
 from rumor.methods import Algorithm
 from rumor.model.optimizer_state import AverageState
 from rumor.schedule import Schedule
+from rumor.topology import Topology
 
 AGA_WARM_UP = 0.04  # share of all steps
 TENTHS = 3  # how often the learning rate falls to a tenth; then the period of rumor.LearningRate is its longest
@@ -18,6 +21,13 @@ IID = "iid"
 QUICK = "quick"  # the name of a small table
 ON_REQUEST = (QUICK, "beyond small", "cosine small", "diloco small", "graphs small")  # tables that are run only if they are named
 QUASI_GLOBAL, TRACKING = "Quasi-global momentum", "Gradient tracking"
+GRAPH_MARKS = {"base_graph": "base graph", "equitopo": "EquiTopo"}
+
+
+def equitopo(n: int, seed: int, steps: int = 64) -> Topology:
+    """EquiTopo's one-peer graph (Song et al., 2022): at each step, all nodes average with the node that is as far away, drawn at random."""
+    one, shifts = np.eye(n), np.random.default_rng(seed).integers(1, n, steps)
+    return rumor.from_matrices([(one + np.roll(one, shift, 0)) / 2 for shift in shifts])
 
 
 @dataclass(frozen=True)
@@ -44,11 +54,18 @@ class Run:
     def name(self) -> str:
         """The name of the run in the paper, with what is not the paper's."""
         marks = [f"H {self.H[0]} to {self.H[1]}"] if isinstance(self.H, tuple) else []
-        marks += ["base graph"] if self.topology == "base_graph" else []
+        marks += [GRAPH_MARKS[self.topology]] if self.topology in GRAPH_MARKS else []
         marks += [f"state {self.state}"] if self.state else []
         marks += ["outer {:g}, {:g}".format(*self.outer)] if self.outer else []
         marks += [f"{self.bits} bits"] if self.bits < 32 else []
         return ", ".join([self.method + (f" x{self.stretch}" if self.stretch > 1 else ""), *marks])
+
+    @property
+    def graph(self) -> Topology:
+        if self.topology == "equitopo":
+            return equitopo(self.nodes, self.seed)
+        found: Topology = getattr(rumor, self.topology)(self.nodes)
+        return found
 
     @property
     def schedule(self) -> Schedule:
@@ -60,7 +77,7 @@ class Run:
         return rumor.Periodic(self.H or 1)
 
     def algorithm(self, steps: int) -> Algorithm:
-        graph, H, bits = getattr(rumor, self.topology)(self.nodes), self.schedule, self.bits
+        graph, H, bits = self.graph, self.schedule, self.bits
         first = self.H if isinstance(self.H, int) else 1
         make: dict[str, Callable[[], Algorithm]] = {
             "Parallel SGD": lambda: rumor.parallel_sgd(self.nodes, bits=bits),

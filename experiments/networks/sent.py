@@ -17,7 +17,7 @@ def bytes_per_step(run: Run, global_share: float) -> float:
     >>> round(bytes_per_step(Run("Gossip-PGA", H=6), 1 / 6), 2)
     4.62
     """
-    n, graph = run.nodes, getattr(rumor, run.topology)(run.nodes)
+    n, graph = run.nodes, run.graph
     number = 4.0 if run.bits == 32 else coded_bytes(1, run.bits)
     tracked = 1 if run.method == TRACKING else 0
     messages = 0.0 if graph.is_complete else _messages(graph)  # complete: every step is global

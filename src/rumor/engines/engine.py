@@ -68,7 +68,10 @@ class Pending(ABC):
         return None
 
     def mix_into(self, x: Buckets, b: int, sent: Tensor | None = None) -> None:
-        """x_b <- x_b + W x - x, where the x that was sent is `sent`, or x_b itself if None. Call it once, and instead of wait()."""
+        """x_b <- x_b + W x - x, where the x that was sent is `sent`, or x_b itself if None. Call it once, and instead of wait().
+
+        An engine that was lent x_b itself may change it in place.
+        """
         x.lerp(b, self.lerp(), sent)
 
 
@@ -197,10 +200,10 @@ class Engine(Protocol):
 class Buckets(Protocol):
     """A model as a method sees it: a few tensors [*nodes, d_b], each of one dtype.
 
-    Who owns what: `read` lends memory that the caller must not change; it may be the parameters themselves, so it is valid until the
-    model changes. `copy` gives memory that the caller may change, and that is valid until the next `copy` or `read` of the same bucket.
-    Both can be handed to the engine. `difference` fills memory of the caller's. `write`, `lerp` and `add` change the model in place and
-    never keep what they are given.
+    Who owns what: `read` lends memory that the caller must not change, except by `Pending.mix_into`; it may be the parameters themselves,
+    so it is valid until the model changes. `peek` returns that same tensor only if changing it changes the model. `copy` gives memory that
+    the caller may change, and that is valid until the next `copy` or `read` of the same bucket. Both can be handed to the engine.
+    `difference` fills memory of the caller's. `write`, `lerp` and `add` change the model in place and never keep what they are given.
     """
 
     finite_check: FiniteCheck | None  # how to tell whether a bucket is finite; None if it need not be

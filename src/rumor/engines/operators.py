@@ -83,11 +83,12 @@ class Fused(Gather):
     """The same sum in one pass over a GPU's memory, also in place."""
 
     in_place = True
-    MOST_NODES, MOST_LINKS = 256, 32  # a program holds some columns of all nodes, and reads them once for each neighbour
+    MOST_NODES, MOST_WEIGHTS = 256, 32  # a program holds some columns of all nodes, and reads them once for each weight of a row
 
     @classmethod
-    def fits(cls, W: Matrix) -> bool:
-        return W.n <= cls.MOST_NODES and int(np.bincount(W.triplets()[0]).max()) <= cls.MOST_LINKS
+    def fits(cls, W: Matrix, x: Tensor) -> bool:
+        has_kernel = x.is_cuda and x.is_floating_point()
+        return has_kernel and W.n <= cls.MOST_NODES and int(np.bincount(W.triplets()[0]).max()) <= cls.MOST_WEIGHTS
 
     def build(self, n: int, rows: Tensor, columns: Tensor, weights: Tensor, trials: int, device: torch.device) -> None:
         super().build(n, rows, columns, weights, trials, device)

@@ -143,7 +143,7 @@ class PackedBuckets:
 class Stacked:
     """The engine that has all n nodes in this process.
 
-    Models are `[..., n, d]`, and a gossip step is one sparse product, O(n degree d).
+    Models are `[..., n, d]`, and a gossip step is one product with a sparse matrix, O(n degree d).
 
     >>> import rumor
     >>> Stacked(4).gossip(torch.eye(4), rumor.ring(4), k=0).wait().x[0]
@@ -225,7 +225,7 @@ class Stacked:
             if topology.n != self.n:
                 raise ValueError(f"{topology} is for n={topology.n} nodes, but the engine has {self.n}")
             W = topology.matrix(phase)
-            build = Fused if self._use_triton and Fused.fits(W) else Csr if self._use_csr else Gather
+            build = Fused if self._use_triton and Fused.fits(W, x) else Csr if self._use_csr else Gather
             self._operators[key] = build(W, own, trials, accumulator(x.dtype), x.device)
         return self._operators[key]
 
@@ -248,11 +248,13 @@ class _Product(Pending):
         mixed = self.operator.apply(self.x, self.engine._scratch_like(self.x))
         if self.scalars is None or self.weights is None:
             return Mixed(mixed, NO_SCALARS)
-        return Mixed(mixed, self.weights.apply(self.scalars, torch.zeros_like(self.scalars)))
+        scalars = torch.zeros_like(self.scalars, memory_format=torch.contiguous_format)
+        return Mixed(mixed, self.weights.apply(self.scalars, scalars))
 
     def mix_into(self, x: Buckets, b: int, sent: Tensor | None = None) -> None:
         if self.operator.in_place and sent is None and x.peek(b) is self.x and self.x.is_contiguous():
             self.operator.apply(self.x, self.x)
+            torch.autograd.graph.increment_version(self.x)  # torch has not seen it: a backward through the old model must fail
         else:
             super().mix_into(x, b, sent)
 

@@ -13,7 +13,7 @@ from rumor.engines.code_kernels import why_not_built
 
 TILE = 4096  # numbers of each program: some columns of all nodes
 
-TYPES = {torch.float64: tl.float64, torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+SUMS = {torch.float64: tl.float64, torch.float32: tl.float32}
 
 
 def mix(x: Tensor, columns: Tensor, weights: Tensor, out: Tensor) -> None:
@@ -30,9 +30,9 @@ def mix(x: Tensor, columns: Tensor, weights: Tensor, out: Tensor) -> None:
         return
     rows = triton.next_power_of_2(n)
     block = TILE // rows
-    grid = (triton.cdiv(d, block), x.shape[:-2].numel())
+    grid = (triton.cdiv(d, block), x.shape[:-2].numel())  # at most 65,535 trials
     with torch.cuda.device(x.device):  # Triton launches on the current device, which may be another one
-        _mix[grid](x, columns, weights, out, d, n, columns.shape[1], TYPES[weights.dtype], rows, block)
+        _mix[grid](x, columns, weights, out, d, n, columns.shape[1], SUMS[weights.dtype], rows, block)
 
 
 @cache
