@@ -238,7 +238,7 @@ def test_wrong_input_is_refused() -> None:
         sim(loss_fn, x[:3], y)
     with pytest.raises(ValueError, match="one number for its node, got a tensor of shape \\[8\\]"):
         sim(lambda m, x, y: nn.functional.cross_entropy(m(x), y, reduction="none"), x, y)
-    with pytest.raises(ValueError, match=r"losses of all nodes, \[4\], got shape \[\]"):
+    with pytest.raises(ValueError, match=r"losses of all nodes, a tensor \[4\], got shape \[\]"):
         sim.step(torch.tensor(1.0))
     with pytest.raises(ValueError, match="adapts its period to the loss"):
         sim.step()

@@ -345,12 +345,12 @@ def main() -> None:
             measures.append("training accuracy, %")  # the paper's figure 8
         draw_curves(found, measures, title, pictures / "figure-2.png")
     if periods := _recorded_periods(images):
-        draw_periods(periods, "Gossip-AGA on CIFAR-10, 32 nodes: mean of the seeds", pictures / "periods.png")
+        draw_periods(periods, "Gossip-AGA on CIFAR-10, 32 nodes: mean of the seeds, in each epoch", pictures / "periods.png")
     if found := compare.of_table(TEXT["11"], trials_of_text()):
         draw_steps(found, "BERT, 8 nodes: one trial of each method", pictures / "steps.png")
     runs = [compare.of_table(TEXT[name], words) for name in ("11", "11 earlier")]
     if found := max(runs, key=len):  # the earlier runs until those of today's LAMB are made
-        title = f"BERT, 8 nodes, {bands}"
+        title = f"BERT, 8 nodes, {'earlier ' if found is runs[1] else ''}LAMB, {bands}"
         draw_curves(found, ("training loss", "held-out loss"), title, pictures / "figure-3.png")
 
 

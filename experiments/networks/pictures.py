@@ -123,7 +123,7 @@ def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, pat
 
 
 def draw_periods(found: Mapping[str, Seeds], title: str, path: Path) -> None:
-    """Draw the period H of each run over its iterations, by name: the inverse of the share of global rounds since the last evaluation."""
+    """Draw the steps for each global average over the iterations, by name: the inverse of the share of global rounds in an epoch."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -134,7 +134,7 @@ def draw_periods(found: Mapping[str, Seeds], title: str, path: Path) -> None:
         share = np.array([[point.global_rounds for point in curve] for curve in seeds.curves]).mean(0)
         x = seeds.steps * np.arange(1, len(share) + 1) / len(share)
         axis.plot(x[share > 0], 1 / share[share > 0], color=colour, linewidth=1.4, label=name)  # no global round: longer than an epoch
-    axis.set(xlabel="iterations", ylabel="period H", xlim=(0, None), ylim=(0, None), title=title)
+    axis.set(xlabel="iterations", ylabel="steps for each global average", xlim=(0, None), ylim=(0, None), title=title)
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.legend(fontsize=9, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -97,8 +97,8 @@ def short_runs(images: Store) -> str:
     losses = [compare.difference(runs[method].in_training(), runs[PARALLEL].in_training()) for method in against]
     names = sorted(behind, key=lambda method: -behind[method].ours)
     return (
-        f"- **With 40 epochs**, {', '.join(names[:-1])} and {names[-1]} are in the paper's order, and lose {min(shares):.1f} to "
-        f"{max(shares):.1f} of what they\n"
+        f"- **With 40 epochs**, {', '.join(names[:-1])} and {names[-1]} are in the paper's order, and lose {100 * min(shares):.0f} to "
+        f"{100 * max(shares):.0f} % of what they\n"
         f"  lose in the paper. {PGA} loses {abs(against[PGA].ours):.2f} points, where it loses nothing in the paper.\n"
         f"  The training losses are {min(losses):.3f} to {max(losses):.3f} above Parallel SGD's."
     )

@@ -228,8 +228,9 @@ class Simulator:
         """Mix the models. Call it once per optimizer step. Gossip-AGA needs the `losses` [n], SlowMo and LearningRate the learning rate."""
         if any(leaf.requires_grad for leaf in self._frozen):
             raise RuntimeError("a parameter that was frozen when the Simulator was built now trains: build the Simulator after unfreezing")
-        if losses is not None and losses.shape != (self.n,):
-            raise ValueError(f"step() takes the losses of all nodes, [{self.n}], got shape {list(losses.shape)}")
+        if losses is not None and (not isinstance(losses, Tensor) or losses.shape != (self.n,)):
+            got = f"shape {list(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise ValueError(f"step() takes the losses of all nodes, a tensor [{self.n}], got {got}")
         if self._state is not None:
             if lr is None and self._runner.algorithm.needs_lr:
                 lr = self._state.optimizer.param_groups[0]["lr"]

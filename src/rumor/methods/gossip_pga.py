@@ -65,7 +65,7 @@ class GossipPGA(Algorithm):
         if self.bits < 16 and (self.average_rounds is not None or isinstance(self.schedule, Never)):
             raise ValueError(
                 f"bits={self.bits} needs global averages by an all-reduce: such codes are for small differences to the last of them. Use "
-                "bits=16 or 32 here, or gossip_pga(topology, H=...)"
+                "bits=16 or 32 here, or gossip_pga(topology, H=...) without average_rounds"
             )
 
     def _check_topology(self) -> None:

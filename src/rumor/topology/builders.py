@@ -154,7 +154,8 @@ def _doubly_stochastic(given: Any, name: str) -> Sparse:
     except (TypeError, ValueError) as error:  # text, rows of different lengths, a graph
         raise ValueError(f"{name} must be a square matrix of numbers: {error}") from None
     if W.ndim != 2 or W.shape[0] != W.shape[1] or len(W) == 0:
-        raise ValueError(f"{name} must be square, one row and one column for each node, got shape {W.shape}")
+        how = ": from_matrices takes a list, also of one matrix" if W.ndim == 1 else ""
+        raise ValueError(f"{name} must be square, one row and one column for each node, got shape {W.shape}{how}")
     for i, j in np.argwhere(~(W >= 0)):
         raise ValueError(f"{name}[{i}, {j}] = {W[i, j]:g} in row {i} (which sums to {W[i].sum():.15g}): no weight may be negative")
     for what, sums in (("row", W.sum(axis=1)), ("column", W.sum(axis=0))):
