@@ -69,6 +69,9 @@ MUTANTS = [
     # engines
     Mutant("engines/engine.py", "return topology.is_complete and topology.n > 2", "return False"),
     Mutant("engines/operators.py", "weights + lost[rows], weights", "weights, weights"),
+    Mutant("engines/operators.py", "torch.arange(n).repeat(degree, 1)", "torch.zeros(degree, n, dtype=torch.int64)"),
+    Mutant("engines/stacked.py", "sent is None and x.peek(b) is self.x and", ""),
+    Mutant("engines/stacked.py", "torch.autograd.graph.increment_version(self.x)", "pass"),
     Mutant("engines/processes/alarm.py", "finite = math.isfinite(head[0])", "finite = True"),
     Mutant("engines/processes/alarm.py", "if head[-1] != k:", "if False:"),
     Mutant("engines/processes/message.py", "< 0.5", "<= 1e-6 * head[0] ** 2"),
