@@ -199,13 +199,13 @@ def steps_table(tried: Store) -> str:
     """Methods of Table 11 in the trials, each at its best rate: how long the mean model's steps are, and how far the nodes are apart."""
     rows: list[tables.Row] = []
     for seeds in compare.of_table(TEXT["11"], tried):
-        curve = seeds.curves[0]
+        row, curve = tried.find(replace(seeds.run, seed=seeds.seeds[0])), seeds.curves[0]
         moved = [point.moved for point in curve[len(curve) // 2 :] if point.moved is not None]
         apart = max(point.spread or 0.0 for point in curve)
         rows.append(
             {
                 "method": seeds.run.name,
-                "learning rate": (tried.find(seeds.run) or {})["lr"],
+                "learning rate": row["lr"] if row else "-",
                 "held-out loss": f"{seeds.mean:.3f}",
                 "step of the mean model": f"{statistics.mean(moved):.2f}",
                 "distance between nodes": f"{math.sqrt(apart):.3f}",
