@@ -50,8 +50,8 @@ def draw_first(by_length: Mapping[str, Mapping[str, Compared]], title: str, path
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    first, *_ = by_length.values()
-    of_paper = sorted({**{m: one for found in by_length.values() for m, one in found.items()}, **first}.items(), key=_minus_the_papers)
+    methods = {method: one for found in by_length.values() for method, one in found.items()}
+    of_paper = sorted(methods.items(), key=_minus_the_papers)
     legend = {f"ours, {length}": look for length, look in zip(by_length, ((BLUE, "o"), (ORANGE, "s")), strict=True)}
     figure, axis = pyplot.subplots(figsize=(7.2, 1.5 + 0.4 * len(of_paper)), layout="constrained")
     for place, (found, look) in enumerate(zip(by_length.values(), legend.values(), strict=True)):
@@ -72,8 +72,6 @@ def _draw_difference(axis: Any, one: Compared, row: float, colour: str, marker: 
 
 def _finish(figure: Any, axis: Any, named: Mapping[str, Compared], legend: Mapping[str, tuple[str, str]], title: str, path: Path) -> None:
     """Add the paper's differences, the names of the rows and the legend (the colour and the marker of each entry), and save the picture."""
-    from matplotlib import pyplot
-
     rows, papers = range(len(named)), [one.paper for one in named.values()]
     axis.plot(papers, rows, linestyle="", marker="D", color=BLACK, markerfacecolor="none", markersize=6, label="the paper")
     for label, (colour, marker) in legend.items():
@@ -86,10 +84,7 @@ def _finish(figure: Any, axis: Any, named: Mapping[str, Compared], legend: Mappi
     axis.grid(alpha=0.25, linewidth=0.5)
     figure.suptitle(title, fontsize=11)
     figure.legend(loc="outside lower center", ncols=3, fontsize=9.5, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as aside:
-        figure.savefig(aside, dpi=150)
-    pyplot.close(figure)
+    _save(figure, path)
 
 
 def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, path: Path, names: Sequence[str] = ()) -> None:
@@ -116,10 +111,7 @@ def draw_curves(found: Sequence[Seeds], measures: Sequence[str], title: str, pat
     handles, labels = axes.flat[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=9.5, frameon=False)
     figure.suptitle(title, fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as aside:
-        figure.savefig(aside, dpi=150)
-    pyplot.close(figure)
+    _save(figure, path)
 
 
 def draw_periods(found: Mapping[str, Seeds], title: str, path: Path) -> None:
@@ -137,10 +129,7 @@ def draw_periods(found: Mapping[str, Seeds], title: str, path: Path) -> None:
     axis.set(xlabel="iterations", ylabel="steps for each global average", xlim=(0, None), ylim=(0, None), title=title)
     axis.grid(alpha=0.25, linewidth=0.5)
     axis.legend(fontsize=9, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as aside:
-        figure.savefig(aside, dpi=150)
-    pyplot.close(figure)
+    _save(figure, path)
 
 
 def draw_steps(found: Sequence[Seeds], title: str, path: Path) -> None:
@@ -170,6 +159,12 @@ def draw_steps(found: Sequence[Seeds], title: str, path: Path) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9.5, frameon=False)
     figure.suptitle(title, fontsize=10)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as aside:
         figure.savefig(aside, dpi=150)

@@ -77,7 +77,7 @@ def _with_difference(accuracy: float, difference: float, method: str) -> str:
 def long_runs(images: Store) -> str:
     """Say how much the methods differ after 120 epochs: in training accuracy, in test accuracy, and in training loss."""
     runs, against = _of(LONG, images)
-    fitted = min(point.trained or 0.0 for seeds in runs.values() for curve in seeds.curves for point in curve[-1:])
+    fitted = min(curve[-1].trained or 0.0 for seeds in runs.values() for curve in seeds.curves)
     shown = [method for method, found in against.items() if not found.interval[0] <= 0 <= found.interval[1]]
     losses = {method: compare.difference(runs[method].in_training(), runs[PARALLEL].in_training()) for method in against}
     apart = "; ".join(f"{method} {loss:+.3f}" for method, loss in losses.items())
